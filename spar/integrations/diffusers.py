@@ -54,7 +54,8 @@ def enable(
             where the sequence is sharded and gathered: "default", which classes have that spar has verified;
             or as diffusers' `_cp_plan`, where an int may stand for its entries: `{module: {argument or output
             index: dim}}` shards, `{module: dim}` gathers.
-        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. Without a plan only.
+        method: of attention: "ulysses", "gather", "ring" or "hybrid", as of `spar.shard_model`; None chooses
+            for each. Without a plan only.
         strict: whether a function inside blocks that would run whole raises. Without a plan only.
 
     Returns:

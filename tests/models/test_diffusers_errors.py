@@ -71,7 +71,7 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     message = "plan is 'default', and Other has none that spar has verified, as...Wan...plan=None"
     refuse(message, enable, Other(), group, "default")
     refuse("Other has no ModuleList of blocks", enable, Other(), group)
-    refuse('method is \'rings\'; expected "ulysses", "gather", "ring" or None', enable, model, method="rings")
+    refuse("method is 'rings'; expected ...gather", enable, model, method="rings")
     message = "method is 'ring' and strict False; expected neither with a plan"
     refuse(message, enable, model, group, "default", method="ring")
     refuse("Other has no attention processors", enable, Other(), group, {"": {"x": 1}, "inner": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
+from test_faults import finish, start
 from torch import Tensor, nn
 
 import spar
+from spar.parallel_state import init_parallel_state
 
 pytestmark = pytest.mark.one_transport
 
@@ -247,3 +250,18 @@ def check_checkpoints(rank: int, world: int, group: Group) -> None:
 
 def test_kernels_in_checkpoints(ranks: Ranks) -> None:
     ranks(2, check_checkpoints)
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    """Sequences lie over ring x ulysses; a kernel without a log-sum-exp takes no part in a ring."""
+    group = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2).get_group("cp")
+    received, report = attended(group, wan(num_attention_heads=4), wan_inputs(), "hybrid")
+    assert received[0] == ([2, 25, 1, 12], [2, 25, 1, 12])
+    assert not any(each.in_block for each in report.functions), report
+    received, _ = attended(group, wan(), wan_inputs(), "hybrid")  # fewer heads than ranks
+    assert received[0][1] == [2, 25, HEADS, 12]
+    attended(group, flux(), flux_inputs(), "hybrid")
+
+
+def test_kernels_over_hybrid_layouts(tmp_path: Path) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path), 200) == [0] * 4

@@ -92,13 +92,18 @@ def _attended(
         whole = view.gather(options)
         layouts = view.parts.layout(part.lengths), None if keys is None else view.parts.layout(keys.lengths)
         method = "ulysses" if by_heads else method_of(part, keys)
+        if method in (
+            None,
+            "ring",
+        ):  # which a hybrid layout would be, in part: the kernel returns no log-sum-exp
+            method = "ulysses" if heads >= view.parts.world and keys is not None else "gather"
         _count(view, 2 * q.numel() * whole_shape(k)[1], q, part)
         out = attention(
             q,
             k,
             v,
             layouts[0] if keys is part else layouts,
-            method=method if method != "ring" else None,
+            method=method,
             attend=lambda q, k, v: kernel(query=q, key=k, value=v, **_of_heads(whole, view, q, heads)),
         )
     return mark(out, part)
