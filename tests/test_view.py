@@ -33,17 +33,16 @@ REFUSED = "changes a copy in place"  # the only refusal: views that cut sequence
 def check_expressions(rank: int, world: int, group: Group) -> None:
     inputs, failures, refused = Inputs(3), [], set()
     for i, (name, function) in enumerate(functions().items()):
-        for k in range(0, len(PAIRS), 5):  # the soak runs all
-            pair = PAIRS[(i + world + k) % len(PAIRS)]
-            try:
-                problem = compare(group, function, pair, inputs)
-            except RuntimeError as error:
-                if REFUSED not in str(error):
-                    raise RuntimeError(f"{name} of {pair}") from error
-                refused.add(name)
-                continue
-            if problem:
-                failures.append(f"{name} of {pair}: {problem}")
+        pair = PAIRS[(i + 4 * world) % len(PAIRS)]  # the soak runs all
+        try:
+            problem = compare(group, function, pair, inputs)
+        except RuntimeError as error:
+            if REFUSED not in str(error):
+                raise RuntimeError(f"{name} of {pair}") from error
+            refused.add(name)
+            continue
+        if problem:
+            failures.append(f"{name} of {pair}: {problem}")
     assert not failures, "\n".join(failures)
     assert refused <= {
         "x[:, 5:] += 1; out = x",

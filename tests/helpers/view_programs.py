@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.view_cases import PAIRS, Inputs, compare
+from helpers.view_cases import PAIRS, Inputs, compare, functions
 
 Step = Callable[[random.Random, Tensor, Tensor], Tensor]
 _LARGEST = 4_000  # elements of a tensor that a program keeps
@@ -181,10 +181,13 @@ def program(seed: int, steps: int) -> Callable[..., Any]:
 
 
 def failures(rng: random.Random, group: dist.ProcessGroup) -> list[str]:
-    """Run a random program; return what is wrong with it."""
+    """Run a random program, or one of the expressions; return what is wrong with it."""
     seed, pair = rng.randrange(1 << 30), rng.choice(PAIRS)
+    name, function = f"program {seed}", program(seed, 14)
+    if rng.random() < 0.5:
+        name, function = rng.choice([*functions().items()])
     try:
-        problem = compare(group, program(seed, 14), pair, Inputs(seed), 1e-7)
+        problem = compare(group, function, pair, Inputs(seed), 1e-7)
     except RuntimeError as error:
         problem = None if "changes a copy in place" in str(error) else repr(error)
-    return [f"program {seed} of {pair}: {problem}"] if problem else []
+    return [f"{name} of {pair}: {problem}"] if problem else []
