@@ -33,13 +33,16 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
     if part is not None and part.dim != dim:
         return None
 
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        given = kwargs["index"] if "index" in kwargs else args[-1]
-        index = _places(parts, given[-1] if isinstance(given, tuple) else given)
+    at = 1 if call.name == "__getitem__" else 2
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = FunctionCall(parts, call.name, call.function, args, kwargs)
+        x, index = parts.gather(given.input), given.get(at, "index")
+        index = _places(parts, index[-1] if isinstance(index, tuple) else index)
         if index.size(0) < parts.world:
-            return _taken(parts.gather(x), dim, index)
+            return _taken(x, dim, index)
         taken = parts.part(dim, (index.size(0),))
-        own: Tensor = mark(_taken(parts.gather(x), dim, parts.shard(index, taken.at(0))), taken)
+        own: Tensor = mark(_taken(x, dim, parts.shard(index, taken.at(0))), taken)
         return own
 
     return Plan(run=run)
@@ -103,7 +106,10 @@ def added(call: FunctionCall) -> Plan | None:
     is_inplace, parts = call.is_inplace, call.parts
     name = "index_add" if call.name.startswith("index_add") else "scatter_add"
 
-    def run(x: Tensor, _: int, index: Tensor, source: Tensor, *__: Any, **___: Any) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = FunctionCall(parts, call.name, call.function, args, kwargs)
+        x: Tensor = given.input
+        index, source = given.get(2, "index"), given.get(3, "src", "source")
         own = _part(parts, index, of_source.at(at))
         total = getattr(x.new_zeros(shape), name)(dim, own, source)
         total = sum_over_ranks(parts, total) if part is None else _reduced(total, part)
