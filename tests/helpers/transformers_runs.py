@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each type of transformers under `spar.shard_model` on 2 ranks, compared with one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from conftest import Ranks
+from torch import Tensor, nn
+
+import spar
+
+from .transformers_types import Unbuilt, batch, build, configs
+
+TOLERANCE, WORLD, LIMIT = 1e-4, 2, 180
+Group = dist.ProcessGroup
+
+
+class Outcome(NamedTuple):
+    """What a type did.
+
+    Attributes:
+        result: "right", "wrong", "refused", "crash", or "none" if one process fails.
+        note: the error, or which value is wrong.
+        error: the largest relative error of the loss, outputs and gradients.
+        share: of a rank's multiply-adds in blocks.
+        whole: the functions that ran whole in blocks, and where.
+        accepted: of `spar.integrations.transformers.shard`: "yes", or its error; None for other tasks.
+        dtype: of the weights.
+    """
+
+    result: str
+    note: str = ""
+    error: float = 0.0
+    share: float = 1.0
+    whole: tuple[str, ...] = ()
+    accepted: str | None = None
+    dtype: str = ""
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> Result:
+    model.zero_grad()
+    torch.manual_seed(1)
+    out = model(**inputs)
+    out.loss.backward()
+    values = {k: v.detach() for k, v in out.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Result(out.loss.detach(), values, gradients)
+
+
+def reference(task: str, kind: str) -> tuple[nn.Module, dict[str, Tensor], Result]:
+    """Return a model, its batch and what one process computes: in float64, or else in float32."""
+    failed: Exception | None = None
+    for config in configs(task, kind):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                model = build(task, config, kind).to(dtype)
+                inputs = batch(task, kind, model)
+                found = run(model, inputs)
+                if not found.loss.isfinite():
+                    raise Unbuilt(f"the loss is {found.loss.item()}")
+                return model, inputs, found
+            except Exception as error:
+                failed = failed or error
+    assert failed is not None
+    raise Unbuilt(f"{type(failed).__name__}: {failed}") from failed
+
+
+def differences(got: Result, expected: Result) -> Iterator[tuple[str, float]]:
+    """Yield relative errors, by the largest element; of gradients of 0, by the largest gradient."""
+    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=1.0)
+    yield "loss", _error(got.loss, expected.loss, 1e-9)
+    for name, x in expected.outputs.items():
+        y = got.outputs.get(name)
+        yield name, float("inf") if y is None or y.shape != x.shape else _error(y, x, 1e-9)
+    for name, x in expected.gradients.items():
+        yield f"gradient of {name}", _error(got.gradients[name], x, 1e-5 * largest)
+
+
+def _error(x: Tensor, expected: Tensor, least: float) -> float:
+    if x.numel() == 0:
+        return 0.0
+    x, expected = x.double(), expected.double()
+    both = x.isfinite() & expected.isfinite()  # masks have -inf
+    if not (x[~both].nan_to_num(7.0) == expected[~both].nan_to_num(7.0)).all():
+        return float("inf")
+    if not both.any():
+        return 0.0
+    return float((x - expected)[both].abs().max() / expected[both].abs().max().clamp(min=least))
+
+
+def mean_over_ranks(model: nn.Module, names: Any, group: Group) -> dict[str, Tensor]:
+    means = {}
+    parameters = dict(model.named_parameters())
+    for name in names:
+        p = parameters[name]
+        mean = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(mean, group=group)
+        means[name] = mean / dist.get_world_size(group)
+    return means
+
+
+def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcome:
+    """Run a type on these ranks, and beside them in this process."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    try:
+        model, inputs, expected = reference(task, kind)
+        whole = copy.deepcopy(model)
+        again = max(error for _, error in differences(run(whole, inputs), expected))
+        if again > TOLERANCE:
+            raise Unbuilt(f"two runs differ by {again:.0e}")
+    except Exception as error:
+        return Outcome("none", f"{error}" if isinstance(error, Unbuilt) else f"{type(error).__name__}: {error}")
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    try:
+        report = spar.shard_model(model, group)
+        got = run(model, inputs)
+        got = got._replace(gradients=mean_over_ranks(model, expected.gradients, group))
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        kind_of = "refused" if is_refusal(error) else "crash"
+        return Outcome(kind_of, told, dtype=dtype)
+    places = [f"{each.function} at {each.place}" for each in report.functions if each.in_block]
+    errors = sorted(differences(got, expected), key=lambda pair: -pair[1] if pair[1] == pair[1] else -9e99)
+    name, error = errors[0]
+    result = "right" if error <= TOLERANCE else "wrong"
+    note = "" if result == "right" else ", ".join(f"{n} {e:.0e}" for n, e in errors[:3])
+    accepted = accepts(whole, inputs, expected.loss, group) if task == "causal" else None
+    return Outcome(result, note, error, report.share, tuple(places), accepted, dtype)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether spar says that it cannot run a model."""
+    text = str(error)
+    return text.startswith("shard_model: ") or (isinstance(error, RuntimeError) and " on rank " in text)
+
+
+def accepts(model: Any, inputs: dict[str, Tensor], loss: Tensor, group: Group) -> str:
+    """Run the causal model by `spar.integrations.transformers.shard`: "yes", or why not."""
+    from spar.integrations.transformers import register, shard, total_loss
+
+    try:
+        register()
+        model.set_attn_implementation("spar")
+        given = shard(model, inputs, group=group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    try:
+        with torch.no_grad():
+            got = total_loss(model(**given).loss, group=group)
+    except Exception as error:
+        return f"forward: {type(error).__name__}: {error}"
+    off = _error(got, loss, 1e-9)
+    return "yes" if off <= TOLERANCE else f"wrong: loss {off:.0e}"
+
+
+def run_type(pool: Ranks, task: str, kind: str) -> Outcome:
+    """Compare a type; fresh ranks follow a failure, after which their calls may no longer match."""
+    try:
+        outcomes = [Outcome(*each) for each in pool(WORLD, compare, task, kind, timeout=LIMIT)]
+    except pytest.fail.Exception as failure:
+        pool.stop()
+        return Outcome("crash", f"{failure}")
+    found = next((each for each in outcomes if each.result not in ("right", "none")), outcomes[0])
+    if found.result in ("refused", "crash") or "forward: " in (found.accepted or ""):
+        pool.stop()
+    return found
