@@ -94,6 +94,8 @@ def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
         return whole_numel(b) * whole_shape(tensors[2])[-1]
     if name == "scaled_dot_product_attention":
         return 2 * whole_numel(a) * whole_shape(b)[-2]
+    if name in ("grouped_mm", "_grouped_mm"):  # rows, each by the matrix of its group
+        return whole_numel(a) * b.size(-1)
     if name in ("conv1d", "conv2d", "conv3d"):
         return whole_numel(a) // max(a.size(1), 1) * b.numel()
     return 0

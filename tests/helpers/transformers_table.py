@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/models.md: each type of transformers under `spar.shard_model`, by task."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import transformers
+from conftest import PRELOAD, Ranks
+
+from .transformers_runs import TOLERANCE, WORLD, Outcome, run_type
+from .transformers_types import LENGTH, TASKS, types
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "build/models.json", ROOT / "docs/models.md"
+_Results = dict[str, dict[str, Outcome]]
+
+_SHARE = -(-LENGTH // WORLD) / LENGTH
+HEAD = f"""# All models of transformers
+
+<!-- `make models-table` writes this page. -->
+
+[`spar.shard_model`](any-model.md) ran each type in the registries of language models of transformers
+{transformers.__version__}: a small model with random weights on {WORLD} ranks, beside one process.
+The batch has 2 rows of {LENGTH} tokens, one of them padded on its right. The loss, the outputs and each
+gradient, averaged over the ranks, are **right** if no error exceeds {TOLERANCE:.0e} of their largest
+element. Weights are float64, or float32 where the code of a type requires it.
+
+"""
+
+NOTES = f"""
+**One process fails**: no small model of the type runs on text alone in one process, so that there is
+nothing to compare with. Its row has the reason.
+
+The columns:
+
+- **share**: multiply-adds of a rank inside blocks, as a share of one process's. With {WORLD} ranks and
+  {LENGTH} tokens it is {_SHARE:.2f} on rank 0, if nothing runs whole.
+- **whole in blocks**: functions that ran on the whole sequence on each rank, and how many lines of the
+  model call them. They are exact, and their work is not shared. Experts ran by transformers' `eager`
+  implementation, which takes float64; those of the default, `grouped_mm`, run whole, too.
+- **shard**: whether [`spar.integrations.transformers.shard`](transformers.md) also runs the type, with
+  the same loss. It is faster: each rank receives its tokens alone, and computes the loss of these.
+"""
+
+
+def main() -> None:
+    """Run types, and write the page from all results."""
+    parser = argparse.ArgumentParser(prog="python -m helpers.transformers_types", description=__doc__)
+    parser.add_argument("kinds", nargs="*", help="types to run again; default: all")
+    parser.add_argument("--task", choices=TASKS, help="one task alone")
+    parser.add_argument("--failed", action="store_true", help="run again those that were not right")
+    parser.add_argument("--page-only", action="store_true", help="write the page from the last results")
+    arguments = parser.parse_args()
+    results = load()
+    if not arguments.page_only:
+        run_all(results, [arguments.task] if arguments.task else [*TASKS], arguments.kinds, arguments.failed)
+    PAGE.write_text(page(results))
+    print(PAGE.relative_to(ROOT))
+
+
+def load() -> _Results:
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {task: {kind: Outcome(*each) for kind, each in known.get(task, {}).items()} for task in TASKS}
+
+
+def run_all(results: _Results, tasks: list[str], kinds: list[str], failed: bool) -> None:
+    PRELOAD.append("helpers.transformers_runs")
+    pool = Ranks((WORLD,))
+    RESULTS.parent.mkdir(exist_ok=True)
+    try:
+        for task in tasks:
+            for kind in [kind for kind in types(task) if not kinds or kind in kinds]:
+                if failed and kind in results[task] and results[task][kind].result == "right":
+                    continue
+                start = time.monotonic()
+                outcome = results[task][kind] = run_type(pool, task, kind)
+                seconds = time.monotonic() - start
+                told = f"{outcome.result} {outcome.error:.0e} share {outcome.share:.2f} {seconds:.1f} s"
+                print(f"{task} {kind}: {told} {_line(outcome.note)}", flush=True)
+                RESULTS.write_text(json.dumps(results, indent=1))
+    finally:
+        pool.stop()
+
+
+def page(results: _Results) -> str:
+    rows = ["| task | types | right | refused | wrong | crash | one process fails |", f"|{'---|' * 7}"]
+    for task, (title, _) in TASKS.items():
+        count = Counter(each.result for each in results[task].values())
+        cells = [count[name] for name in ("right", "refused", "wrong", "crash", "none")]
+        anchor = re.sub("[^a-z]+", "-", title.lower())
+        rows.append(f"| [{title}](#{anchor}) | {len(results[task])} | " + " | ".join(map(str, cells)) + " |")
+    causal = results["causal"].values()
+    accepted = sum(each.accepted == "yes" for each in causal)
+    text = HEAD + "\n".join(rows) + "\n" + NOTES
+    text += f"\nOf {len(causal)} causal types, {accepted} run by `shard`, too.\n"
+    for task, (title, _) in TASKS.items():
+        text += f"\n## {title}\n\n" + table(results[task], task == "causal")
+    return text
+
+
+def table(outcomes: dict[str, Outcome], has_shard: bool) -> str:
+    head = ["type", "result", "share", "whole in blocks", *(["shard"] if has_shard else [])]
+    rows = [head, ["---"] * len(head)]
+    for kind, each in sorted(outcomes.items()):
+        if each.result == "right":
+            cells = [kind, "right", f"{each.share:.2f}", functions(each.whole)]
+        else:
+            what = "one process fails" if each.result == "none" else each.result
+            cells = [kind, f"{what}: {_line(each.note)}".replace("|", "/"), "", ""]
+        rows.append(cells + ([_shard(each)] if has_shard else []))
+    return "".join("| " + " | ".join(row).replace("|  |", "| |") + " |\n" for row in rows)
+
+
+def functions(whole: tuple[str, ...]) -> str:
+    """Return names, of each the number of lines that call it."""
+    counts = Counter(each.split(" at ")[0] for each in whole)
+    return ", ".join(f"`{name}`" + (f" ({n})" if n > 1 else "") for name, n in sorted(counts.items()))
+
+
+def _shard(outcome: Outcome) -> str:
+    if outcome.accepted is None:
+        return ""
+    return "yes" if outcome.accepted == "yes" else "no"
+
+
+def _line(text: str, most: int = 160) -> str:
+    """Return the start of an error's message in one line."""
+    text = re.sub(r"\s+", " ", re.sub(r"<([^>]*)>", r"\1", text)).strip()
+    text = re.sub(r"^.*ValueError: (?=.)", "", text) if "validator" in text else text
+    return text if len(text) <= most else f"{text[: most - 1].rsplit(' ', 1)[0]} ..."
