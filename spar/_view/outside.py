@@ -18,7 +18,7 @@ import torch.utils.checkpoint as checkpoints
 
 from .flex import intercepting
 from .part import changed, mark, part_of, tensors_in
-from .view import View, current_view
+from .view import View, current_view, without_view
 
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
@@ -72,10 +72,11 @@ def _apply(own: Any) -> Callable[..., Any]:
         view = current_view()
         if view is not None and cls is checkpoints.CheckpointFunction:
             return _reentrant(view, functools.partial(call, cls), *args)
-        if view is None or not _has_parts(args, kwargs):
+        if view is None or cls.__module__.startswith(_IDENTITIES):
             return call(cls, *args, **kwargs)
-        if cls.__module__.startswith(_IDENTITIES):
-            return call(cls, *args, **kwargs)
+        if not _has_parts(args, kwargs):  # it may run blocks, which backward runs again, outside of the view
+            with without_view():
+                return call(cls, *args, **kwargs)
         return view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
 
     return apply
