@@ -317,10 +317,11 @@ class _Shards:
         tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
         parts: dict[int, Part] = {}
         view = self.sharded.view
-        for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()]):
+        total = next((x.size(-1) for name, x in tensors if name == "position_ids" and x.dim() > 0), -1)
+        for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()], total):
             part = part_of(main)
             if part is None:
-                dim = 1 if main.dim() == 3 and main.size(1) >= main.size(0) else 0
+                dim = _dim_of_tokens(main, total)
                 if main.size(dim) < view.parts.world:
                     continue
                 part = view.parts.part(dim, (main.size(dim),))
@@ -337,14 +338,28 @@ class _Shards:
         return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
 
 
-def _streams(tensors: list[tuple[str, Tensor]]) -> list[Tensor]:
-    """Return the sequences among a block's arguments: by their names, else the first and the longest."""
-    named = [x for name, x in tensors if name in _STREAMS and x.dim() in (2, 3)]
+def _streams(tensors: list[tuple[str, Tensor]], total: int) -> list[Tensor]:
+    """Return the sequences among a block's arguments: by their names, else the first and the longest.
+
+    total: the number of positions, where they are an argument; with it, one tensor may hold several streams,
+    as hyper-connections have: [B, S, streams, D], or [streams, B, S, D].
+    """
+    named = [x for name, x in tensors if name in _STREAMS and (x.dim() in (2, 3) or _is_stack(x, total))]
     if named:
         return named
     some = [x for _, x in tensors if x.dim() == 3] or [x for _, x in tensors if x.dim() == 2]
     some = [x for x in some if min(whole_shape(x)[:-1]) > 1] or some
     return [*some[:1], max(some, key=lambda x: max(whole_shape(x)[:-1]))] if some else []
+
+
+def _is_stack(x: Tensor, total: int) -> bool:
+    return x.dim() == 4 and total in whole_shape(x)[1:3]
+
+
+def _dim_of_tokens(x: Tensor, total: int) -> int:
+    if _is_stack(x, total):
+        return 1 if x.size(1) == total else 2
+    return 1 if x.dim() == 3 and x.size(1) >= x.size(0) else 0
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
