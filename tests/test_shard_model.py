@@ -291,6 +291,80 @@ def test_blocks_may_be_named(ranks: Ranks) -> None:
     ranks(2, check_blocks)
 
 
+class Reversed(torch.autograd.Function):
+    """Runs blocks again in backward, as reversible layers and checkpoints of libraries do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.save_for_backward(x, angles)
+        ctx.layers = layers
+        for layer in layers:
+            x = layer(x, angles)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, angles = ctx.saved_tensors
+        with torch.enable_grad():
+            start = x = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                x = x + layer.attention(
+                    layer.norm(x), angles
+                )  # not by the blocks, whose forward knows the view
+                x = x + layer.mlp(layer.norm(x))
+            x.backward(grad)
+        return start.grad, None, None
+
+
+class ReversedDecoder(Decoder):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        angles = torch.arange(ids.size(1))[:, None] / torch.tensor([1.0, 10.0])
+        return self.head(Reversed.apply(self.embedding(ids), angles, self.layers))
+
+
+class Streams(Decoder):
+    """Several streams in one tensor, of which a block reads the mean, as hyper-connections have."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.layers = nn.ModuleList([StreamsBlock(dim).double() for _ in range(2)])
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(ids).unsqueeze(self.dim)
+        x = torch.cat([x, 2 * x, 3 * x], self.dim)
+        positions = torch.arange(ids.size(1))[None]
+        for layer in self.layers:
+            x = layer(x, position_ids=positions)
+        return self.head(x.mean(self.dim))
+
+
+class StreamsBlock(Block):
+    def __init__(self, dim: int) -> None:
+        super().__init__(0.0)
+        self.dim = dim
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+        angles = position_ids[0, :, None] / torch.tensor([1.0, 10.0])
+        return hidden_states + super().forward(hidden_states.mean(self.dim), angles).unsqueeze(self.dim)
+
+
+def check_unusual(rank: int, world: int, group: Group) -> None:
+    ids, _ = batch()
+    for make in (ReversedDecoder, lambda: Streams(0), lambda: Streams(2)):
+        model, whole = make(), make()
+        report = spar.shard_model(model, group)
+        for each in (model, whole):
+            each(ids).square().mean().backward()
+        close(model(ids), whole(ids))
+        check_gradients(model, whole, group)
+        assert isinstance(model, ReversedDecoder) or (report.share < 0.6 and not report.functions), report
+
+
+def test_streams_and_blocks_that_backward_runs_again(ranks: Ranks) -> None:
+    ranks(2, check_unusual)
+
+
 class Summing(nn.Module):
     """Its second half mixes tokens by a function without a rule."""
 
