@@ -23,7 +23,7 @@ BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
 .PHONY: help demo bench bench-attention bench-mpi bench-hosts bring-up-kit soak test test-benchmarks test-core test-models \
-	test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
+	models-table test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
+	@echo 'make models-table  run every type of transformers by shard_model, and write docs/models.md (ARGS=--help)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox, the messages between hosts and the set-up (SECONDS=60; needs clang)'
@@ -101,6 +102,10 @@ test-core: build .venv/.test
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
+
+# Of ARGS: --failed, --task and the names of types run a part again; the other rows stay.
+models-table: build .venv/.test .venv/.models
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.transformers_types $(ARGS)
 
 # zig compiles for aarch64 and macOS; Debian's qemu-user-static and libc6-arm64-cross run what is for aarch64.
 test-platforms: build .venv/.test .venv/.release
