@@ -123,7 +123,7 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
 def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Tensor:
     """Return torch's mask as one of `spar.attention`: [B, S] where it has no rows, else [.., S, S]."""
     mask = mask[:, None] if single and mask.dim() == 3 else mask[(None,) * (4 - mask.dim())]
-    if mask.size(1) == mask.size(2) == 1 and batch != queries:  # else it might be one of rows, for all samples
+    if mask.size(1) == mask.size(2) == 1 and batch != queries:  # [S, S] could be one of rows for all samples
         return mask[:, 0, 0].expand(batch, keys)
     return mask.expand(*mask.shape[:2], queries, keys)
 
