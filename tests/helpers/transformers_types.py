@@ -250,7 +250,7 @@ def build(task: str, config: Any, kind: str) -> nn.Module:
     with torch.device("meta"):
         count = sum(p.numel() for p in cls(config).parameters())
     if count > 30_000_000:
-        raise Unbuilt(f"{count / 1e6:.0f} million parameters")
+        raise Unbuilt(f"{count / 1e6:.0f} million parameters; at most 30 are run")
     model: nn.Module = cls(config)
     for p in model.parameters():
         if p.is_floating_point() and (p.numel() < 2 or (p == p.flatten()[0]).all() or not p.isfinite().all()):
