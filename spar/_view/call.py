@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .part import Part, Parts, part_of, tensors_in
+from .part import Part, Parts, changed, part_of, tensors_in, whole_shape
 
 
 class Plan(NamedTuple):
@@ -116,3 +117,23 @@ def is_inplace(name: str) -> bool:
             name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
         )
     return name.endswith("_") and name not in ("requires_grad_", "detach_")
+
+
+def verify(call: FunctionCall, plan: Plan) -> None:
+    """Compare the part that a plan promises with the function's whole shapes, found without elements."""
+    try:
+        meta = changed(_without_elements, (call.args, call.kwargs))
+        expected = tensors_in(call.function(*meta[0], **meta[1]))
+    except Exception:  # a function that does not run without elements
+        return
+    each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)
+    for part, x in zip(each, expected, strict=True):
+        if part is not None and (part.dim >= x.dim() or x.size(part.dim) != part.whole):
+            raise RuntimeError(
+                f"{call.name}: the rule says {part} for a result of shape {list(x.shape)}; this is a fault "
+                "of spar, please report it"
+            )
+
+
+def _without_elements(x: Tensor) -> Tensor:
+    return torch.empty(whole_shape(x), dtype=x.dtype, device="meta")

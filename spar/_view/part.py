@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -211,7 +213,7 @@ def whole_numel(x: Tensor) -> int:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order."""
+    """Return the tensors in nested lists, tuples, dicts and dataclasses, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -220,6 +222,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
             found += tensors_in(*value)
         elif isinstance(value, dict):
             found += tensors_in(*value.values())
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += tensors_in(*[getattr(value, f.name, None) for f in fields(value)])
     return found
 
 
@@ -231,9 +235,19 @@ def changed(function: Callable[[Tensor], Any], value: Any) -> Any:
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*[changed(function, entry) for entry in value])
-    if type(value) is list or isinstance(value, tuple):
+    if isinstance(value, list) and type(value) is not list:
+        out = copy(value)
+        out[:] = [changed(function, entry) for entry in value]
+        return out
+    if isinstance(value, (list, tuple)):
         return type(value)([changed(function, entry) for entry in value])
     if isinstance(value, dict):
         entries = {key: changed(function, entry) for key, entry in value.items()}
         return entries if type(value) is dict else type(value)(**entries)
+    if is_dataclass(value) and not isinstance(value, type) and tensors_in(value):
+        made: Any = copy(cast(Any, value))
+        for f in fields(value):
+            if hasattr(value, f.name):
+                object.__setattr__(made, f.name, changed(function, getattr(value, f.name)))
+        return made
     return value

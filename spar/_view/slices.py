@@ -18,6 +18,10 @@ class Slices:
         found = _storage(part)
         self._wholes[found.cdata] = found, _storage(whole)
 
+    @property
+    def any(self) -> bool:
+        return bool(self._wholes)
+
     def write(self, x: Tensor) -> None:
         """Note that x is changed in place."""
         part, whole = self._wholes.get(_storage(x).cdata, (None, None))

@@ -3,27 +3,31 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from .call import FunctionCall, Plan, is_inplace, rule_of
+from .bodies import body_of
+from .call import FunctionCall, Plan, is_inplace, rule_of, verify
 from .moving import moved
-from .part import _SHARD, COPY, Part, Parts, Shard, changed, mark, part_of, tensors_in, whole_shape
+from .part import _SHARD, COPY, Part, Parts, Shard, changed, mark, part_of, tensors_in
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 from .slices import Slices
 
 _MOST_STEPS = 20_000
+_GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
 _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
-permute expand squeeze unsqueeze diagonal movedim swapaxes unfold t get_T get_mT split_with_sizes
+permute expand squeeze unsqueeze diagonal movedim moveaxis swapaxes swapdims unfold t get_T get_mT get_H
+adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel expand_as broadcast_to
+get_data detach alias get_real get_imag real imag view_as_real view_as_complex
 """
 _VIEWS = frozenset(_VIEWS_NAMES.split())
 # Functions of which nobody could make the result right: they read or change memory of the part.
@@ -46,13 +50,14 @@ class _Function(NamedTuple):
 class _Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("is_simple", "plan", "run", "shard", "shards")
+    __slots__ = ("is_simple", "is_view", "plan", "run", "shard", "shards")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
         self.run = (plan and plan.run) or func
         self.shard: Shard | None = None  # of a single result
         self.shards: list[Shard | None] | None = None
+        self.is_view = False  # whether its result shares memory
         self.is_simple = False  # whether to run it is all that there is to do
 
     def mark(self, out: Any, part: Part | tuple[Part | None, ...]) -> None:
@@ -142,6 +147,8 @@ class View(TorchFunctionMode):
         out = step.run(*args, **kwargs) if kwargs else step.run(*args)
         if step.shard is not None:
             out._spar_shard = step.shard
+        if step.is_view and args and getattr(args[0], "_spar_copy", False):
+            out._spar_copy = True
         return out
 
     def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -149,12 +156,24 @@ class View(TorchFunctionMode):
         function = self._functions.get(func) or self._function(func)
         if function.is_inplace or self._slices.written:
             self._check_written(function, args, kwargs)
+        if func in _GRADIENTS and self._slices.any:
+            raise self.error(
+                function.name,
+                "would have gradients of this rank's tokens alone",
+                "compute them outside of the model, and average them over the ranks",
+            )
+        if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
+            raise self.error(function.name, "is in a torch.func transform of a part", "gather it first")
         if function.may_draw:
             self._compare_generators(function, func, args, kwargs)
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if _is_view_of_copy(function.name, args):
+                for x in tensors_in(out):
+                    setattr(x, COPY, True)
+            return out
         step = self._step(key, function, func, args, kwargs)
         plan = step.plan
         if plan is None:
@@ -171,6 +190,10 @@ class View(TorchFunctionMode):
         out = step.run(*args, **kwargs)
         if plan.part is not None:
             step.mark(out, plan.part)
+        if _is_view_of_copy(function.name, args):
+            for x in tensors_in(out):
+                setattr(x, COPY, True)
+        step.is_view = function.name in _VIEWS or (function.name == "__getitem__" and _is_basic(args[1]))
         step.is_simple = not (plan.moves or plan.replaced or function.is_inplace or function.may_draw) and (
             plan.part is None or isinstance(out, Tensor)
         )
@@ -227,7 +250,7 @@ class View(TorchFunctionMode):
         found = rule_of(name)
         plan = found(call) if found is not None else None
         if plan is not None and plan.part and not call.is_inplace:
-            _verify(call, plan)
+            verify(call, plan)
         return plan
 
     def _moved(self, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
@@ -251,7 +274,7 @@ class View(TorchFunctionMode):
 
     def _whole(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = function.name
-        body = _body_of(func)
+        body = body_of(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)
@@ -351,29 +374,21 @@ def without_view() -> Iterator[None]:
             _push_mode(mode)
 
 
-_bodies: dict[Any, Any] = {}
+def _is_view_of_copy(name: str, args: Any) -> bool:
+    return (
+        (name in _VIEWS or (name == "__getitem__" and _is_basic(args[1])))
+        and bool(args)
+        and getattr(args[0], COPY, False)
+    )
 
 
-def _body_of(func: Any) -> Any:
-    """Return a function of torch that is written in Python, such that it runs by the rules of what it calls.
-
-    Such a function asks first whether a mode is active, and would come here again; the copy does not ask.
-    """
-    if func in _bodies:
-        return _bodies[func]
-    body = None
-    scope = getattr(func, "__globals__", {})
-    if isinstance(func, types.FunctionType) and scope.get("__name__") == "torch.nn.functional":
-        asks = {name: _never for name in scope if name.startswith("has_torch_function")}
-        body = types.FunctionType(
-            func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__
-        )
-        body.__kwdefaults__ = func.__kwdefaults__
-    _bodies[func] = body
-    return body
-
-
-def _never(*_: Any) -> bool:
+def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor that a transform of torch.func wraps, which loses its attributes, is a part."""
+    for x in tensors_in(args, kwargs):
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        if part_of(x) is not None:
+            return True
     return False
 
 
@@ -411,26 +426,6 @@ def _collect(values: Any, key: list[Any]) -> bool:
             key.append(_UNKNOWN)
             sharded = sharded or any(part_of(y) is not None for y in tensors_in(x))
     return sharded
-
-
-def _verify(call: FunctionCall, plan: Plan) -> None:
-    """Compare the part that a plan promises with the function's whole shapes, found without elements."""
-    try:
-        meta = changed(_without_elements, (call.args, call.kwargs))
-        expected = tensors_in(call.function(*meta[0], **meta[1]))
-    except Exception:  # a function that does not run without elements
-        return
-    each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)
-    for part, x in zip(each, expected, strict=True):
-        if part is not None and (part.dim >= x.dim() or x.size(part.dim) != part.whole):
-            raise RuntimeError(
-                f"{call.name}: the rule says {part} for a result of shape {list(x.shape)}; this is a fault "
-                "of spar, please report it"
-            )
-
-
-def _without_elements(x: Tensor) -> Tensor:
-    return torch.empty(whole_shape(x), dtype=x.dtype, device="meta")
 
 
 def _is_basic(index: Any) -> bool:

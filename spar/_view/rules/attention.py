@@ -85,6 +85,8 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
     if keys is not None and values is keys and dims in (3, 4) and like and heads and not causal:
         run = _exchanged(part, keys, call.function)
         return Plan(part, moves_to(call, [*wanted, (k, keys), (v, keys)]), run=run, work=amount)
+    if q is k or q is v:
+        return None
     wanted += [(k, None), (v, None)]
     return Plan(part, moves_to(call, wanted), run=_rows(part, length, call.function), work=amount)
 

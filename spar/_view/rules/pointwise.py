@@ -23,6 +23,10 @@ i0 silu_ relu_ gelu_ exp_ zero_ neg_ sigmoid_ tanh_ clamp_ clamp_min_ clamp_max_
 square_ reciprocal_ sin_ cos_ log_ round_ floor_ ceil_ trunc_ elu_ leaky_relu_ hardtanh_ nan_to_num_
 logical_not_
 """
+_MAYBE_INPLACE_NAMES = """
+relu relu6 silu mish elu selu celu hardswish hardsigmoid hardtanh leaky_relu threshold
+"""
+_MAYBE_INPLACE = frozenset(_MAYBE_INPLACE_NAMES.split())
 _OPERANDS = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power rsub
 maximum minimum fmax fmin atan2 hypot where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv
@@ -45,10 +49,16 @@ def conversion(call: FunctionCall) -> Plan | None:
     return Plan(part)
 
 
+def _is_true(value: object) -> bool:
+    return value is True
+
+
 @rule(_UNARY + _OPERANDS)
 def pointwise(call: FunctionCall) -> Plan | None:
     """Run on the part of the operand that is changed, or is the largest; the others become the same part."""
     first = call.tensors[0]
+    if call.kwargs.get("inplace") or (call.name in _MAYBE_INPLACE and True in map(_is_true, call.args)):
+        return None  # the function's body names what it changes
     if call.is_inplace and part_of(first) is None:
         return None  # a part would change a whole tensor
     if call.name == "where" and len(call.args) + len(call.kwargs) == 1:

@@ -43,6 +43,7 @@ def product(call: FunctionCall) -> Plan | None:
     at_b = of_b.dim - b.dim() if of_b else 0
     dims = max(a.dim(), b.dim())
     local = a.numel() * b.size(-1)
+    at = (1, 0) if call.name == "__rmatmul__" else (0, 1)  # a and b may be the same tensor
     if of_a and of_b and at_a == -1 and at_b == -2 and of_a.at(0) is of_b.at(0):
         parts = call.parts
         return Plan(
@@ -51,9 +52,11 @@ def product(call: FunctionCall) -> Plan | None:
     if of_a and at_a == -2:
         if of_b and at_b < -2:
             return None
-        return Plan(of_a.at(dims - 2), moves_to(call, [(b, None)]), work=work(local, a, of_a))
+        moves = ((at[1], None),) if of_b else ()
+        return Plan(of_a.at(dims - 2), moves, work=work(local, a, of_a))
     if of_b and at_b == -1:
-        return Plan(of_b.at(dims - 1), moves_to(call, [(a, None)]), work=work(local, b, of_b))
+        moves = ((at[0], None),) if of_a else ()
+        return Plan(of_b.at(dims - 1), moves, work=work(local, b, of_b))
     if of_a and at_a < -2:
         other = of_a.at(b.dim() + at_a) if b.dim() >= -at_a else None
         if of_b is other and of_b is not None:
@@ -68,7 +71,7 @@ def product(call: FunctionCall) -> Plan | None:
 @rule("baddbmm addmm")
 def product_and_sum(call: FunctionCall) -> Plan | None:
     """Multiply rows of a, or matrices of a batch; the sum's other term is the same part, or broadcast."""
-    if len(call.tensors) != 3:
+    if len(call.tensors) != 3 or len({id(x) for x in call.tensors}) != 3:
         return None
     other, a, b = call.tensors
     part, dims = part_of(a), a.dim()
@@ -100,6 +103,9 @@ def einsum(call: FunctionCall) -> Plan | None:
     if any(term[part.dim] != letter or part.at(0) is not first.at(0) for term, part in found):
         return None
     if any(term.count(letter) > 1 for term in terms):
+        return None
+    wholes = [id(x) for x in operands if part_of(x) is None]
+    if len(set(wholes)) < len(wholes):  # one tensor would be of several parts
         return None
     wanted = [(x, first.at(term.index(letter))) for term, x in pairs if letter in term]
     if any(whole_shape(x)[part.dim] != first.whole for x, part in wanted):
@@ -140,6 +146,8 @@ def norm_of_samples(call: FunctionCall) -> Plan | None:
 def embedding(call: FunctionCall) -> Plan | None:
     index, weight = call.input, call.get(1, "weight")
     part = part_of(index)
+    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", default=False):
+        return None  # of all tokens
     return None if part is None or part_of(weight) is not None else Plan(part)
 
 

@@ -58,12 +58,12 @@ def _summed(call: FunctionCall, dims: list[int]) -> Plan:
     """Sum each rank's tokens, and then the ranks' sums; a mean divides by the whole count."""
     keep, dtype = bool(call.get(2, "keepdim", default=False)), call.kwargs.get("dtype")
     shape, parts = whole_shape(call.input), call.parts
-    count = prod([shape[d] for d in dims]) if call.name == "mean" else 0
+    count = prod([shape[d] for d in dims]) if call.name == "mean" else None
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else None)
         sums_in = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # as torch's kernels
         total = sum_over_ranks(parts, x.sum(dims, keepdim=keep, dtype=sums_in))
-        return (total / count if count else total).to(kind or total.dtype)
+        return (total if count is None else total / count).to(kind or total.dtype)
 
     return Plan(run=run)
