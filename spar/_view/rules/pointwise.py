@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
+
+import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, rule
@@ -46,7 +50,21 @@ def conversion(call: FunctionCall) -> Plan | None:
         return Plan()
     if call.name == "view_as_complex" and part.dim == x.dim() - 1:
         return None
+    if call.name == "contiguous" and len(call.args) == 1 and not call.kwargs:
+        return Plan(part, run=_contiguous(part))
     return Plan(part)
+
+
+def _contiguous(part: Part) -> Callable[[Tensor], Tensor]:
+    """Return a copy where the whole is not contiguous, though one token of it is."""
+    dim = part.dim
+
+    def run(x: Tensor) -> Tensor:
+        if x.size(dim) == 1 < part.whole and x.stride(dim) != prod(x.shape[dim + 1 :]):
+            return x.clone(memory_format=torch.contiguous_format)
+        return x.contiguous()
+
+    return run
 
 
 def _is_true(value: object) -> bool:
