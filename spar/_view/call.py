@@ -48,10 +48,6 @@ class FunctionCall:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
 
-    def place(self, position: int, name: str) -> int | str:
-        """Return by what `Plan.replaced` names an argument."""
-        return position if position < len(self.args) else name
-
     def sizes(self, position: int, *names: str) -> list[int]:
         """Return sizes that are passed as one argument or as all the rest."""
         rest = self.args[position:] or (self.get(position, *names, default=()),)

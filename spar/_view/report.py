@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .part import whole_numel, whole_shape
+
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -38,10 +40,8 @@ class Report:
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
         self.warned = False
-        self._work = {
-            True: [0, 0],
-            False: [0, 0],
-        }  # by whether it is inside blocks: of this rank, of the whole
+        # By whether it is inside blocks: multiply-adds of this rank, and of the whole.
+        self._work = {True: [0, 0], False: [0, 0]}
 
     @property
     def functions(self) -> list[RanWhole]:
@@ -80,8 +80,6 @@ class Report:
 
 def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     """Return how many multiply-adds a function of whole tensors does, as far as they are of weight."""
-    from .part import whole_numel, whole_shape
-
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if len(tensors) < 2:
         return 0
