@@ -125,6 +125,33 @@ def test_decoders_are_exact(ranks: Ranks, world: int) -> None:
     ranks(world, check_decoders)
 
 
+class Nested(Decoder):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.layers[1], x, angles, use_reentrant=False)
+            return out + x
+
+        def outer(x: Tensor) -> Tensor:
+            return inner(self.layers[0](x, angles)) * 2
+
+        x = self.layers[0](self.embedding(ids), angles := torch.ones(ids.size(1), 2).double())
+        return self.head(checkpoint(outer, x, use_reentrant=False))
+
+
+def check_nested(rank: int, world: int, group: Group) -> None:
+    model, whole = Nested(), Nested()
+    spar.shard_model(model, group)
+    out, expected = model(batch()[0]), whole(batch()[0])
+    close(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    check_gradients(model, whole, group)
+
+
+def test_checkpoints_in_checkpoints_are_exact(ranks: Ranks) -> None:
+    ranks(3, check_nested)
+
+
 def encoder() -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True, norm_first=True)

@@ -101,7 +101,23 @@ def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         view = current_view()
-        return own(function if view is None else _in(view, function), *args, **kwargs)
+        if view is None:
+            yield from own(function, *args, **kwargs)
+            return
+        # A checkpoint in another saves its arguments, by their local shapes, which lose their parts.
+        parts = [part_of(x) for x in tensors_in(args, kwargs)]
+
+        def run(*again: Any, **named: Any) -> Any:
+            each = iter(parts)
+            again, named = changed(lambda x: mark(x, next(each)), (again, named))
+            return function(*again, **named)
+
+        steps = own(_in(view, run), *args, **kwargs)
+        with without_view():
+            next(steps)
+        yield
+        with without_view():
+            next(steps, None)
 
     return checkpoint
 
