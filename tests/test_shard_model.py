@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,30 @@ def check_nested(rank: int, world: int, group: Group) -> None:
     out.square().sum().backward()
     expected.square().sum().backward()
     check_gradients(model, whole, group)
+
+
+def check_failing(rank: int, world: int, group: Group) -> None:
+    """Fail on one rank in what backward runs again: the peers wait for its exchange."""
+    for recompute in (False, True):
+        model, runs = Decoder(recompute), []
+
+        def fail(module: nn.Module, args: Any, runs: list[int] = runs) -> None:
+            runs.append(1)
+            if rank == 1 and len(runs) == 2:
+                raise ZeroDivisionError("one rank alone")
+
+        model.layers[1].mlp.register_forward_pre_hook(fail)
+        spar.shard_model(model, group)
+        loss = model(*batch())
+        begin = time.monotonic()
+        with pytest.raises((ZeroDivisionError, spar.MismatchError), match="one rank alone"):
+            loss.backward()
+        assert time.monotonic() - begin < 5
+        model(*batch()).backward()  # the group goes on
+
+
+def test_a_failing_recomputation_is_reported(ranks: Ranks) -> None:
+    ranks(2, check_failing)
 
 
 def test_checkpoints_in_checkpoints_are_exact(ranks: Ranks) -> None:

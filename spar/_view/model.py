@@ -22,13 +22,12 @@ from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .inputs import check_equal
-from .outside import intercepted
+from .outside import MOST_EXCHANGES, again, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
 from .view import Around, View, current_view, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
-_MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
 
@@ -253,7 +252,7 @@ class _BlockForward(_Forward):
         try:
             if sharded.is_running or not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
                 return self.own(*args, **kwargs)
-            with intercepted(view), view:
+            with again(view):
                 return self.own(*args, **kwargs)
         finally:
             view.blocks -= 1
@@ -269,7 +268,7 @@ class _ModelForward(_Forward):
         sharded, view = self.sharded, self.sharded.view
         if view.parts.world == 1 or sharded.is_running:
             return self.own(*args, **kwargs)
-        with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", _MOST_EXCHANGES) as call:
+        with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 view.parts.device = _device_of(sharded.model)
                 if not sharded.compared:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
+from .._exchange.arguments import ranks_of
+from .._group.group import Call
 from .flex import intercepting
 from .part import changed, mark, part_of, tensors_in
 from .view import View, current_view, without_view
@@ -23,6 +25,8 @@ from .view import View, current_view, without_view
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
 _RECOMPUTED = "_checkpoint_without_reentrant_generator"  # which each checkpoint without reentry calls
+
+MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 _lock = threading.Lock()
 _entered = 0  # views, in all threads
@@ -139,6 +143,20 @@ def _reentrant(view: View, apply: Callable[..., Any], function: Callable[..., An
     return out
 
 
+@contextlib.contextmanager
+def again(view: View) -> Iterator[None]:
+    """Enter a view in backward, which runs a part of a forward again; report to the peers if that fails."""
+    group = ranks_of(view.parts.group, "")
+    with Call(group, "a sharded model's recomputation", MOST_EXCHANGES, view.parts.device.type) as call:
+        try:
+            with intercepted(view), view:
+                yield
+        except BaseException as error:
+            if type(error).__module__ == checkpoints.__name__:  # what is left of the forward is not needed
+                call.exchanges = 0
+            raise
+
+
 def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that backward may call again, outside of the view."""
 
@@ -146,7 +164,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if current_view() is view:
             return function(*args, **kwargs)
-        with intercepted(view), view:
+        with again(view):
             return function(*args, **kwargs)
 
     return run
