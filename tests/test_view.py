@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from test_faults import finish, start
 from torch import Tensor
 
 from spar._group.registry import place_of
+from spar._view import view
 from spar._view.outside import intercepted
 from spar._view.part import Parts, mark, part_of
 from spar._view.view import View
@@ -205,6 +208,25 @@ def check_plans(rank: int, world: int, group: Group) -> None:
 
 def test_plans_are_made_once(ranks: Ranks) -> None:
     ranks(2, check_plans)
+
+
+def check_memory(rank: int, world: int, group: Group) -> None:
+    """Run sequences of many lengths: what is remembered of them is bounded."""
+    place = place_of(group)
+    parts = Parts(group, place.world, place.rank)
+    seen = View(parts)
+    with mock.patch.object(view, "_MOST_STEPS", 50):
+        for length in range(2, 200):
+            x = seen.shard(torch.ones(1, length, 4), parts.part(1, (length,)))
+            with intercepted(seen), seen.forward():
+                (x.view(1, length, 2, 2).transpose(1, 2) * 2)[:, :, 1:].sum()
+    gc.collect()
+    assert len(seen._steps) <= 52
+    assert len(parts._made) < 100 and len(parts._layouts) < 100 and len(parts.moves) < 60
+
+
+def test_what_is_remembered_is_bounded(ranks: Ranks) -> None:
+    ranks(2, check_memory)
 
 
 def check_flex_attention(rank: int, world: int, group: Group) -> None:

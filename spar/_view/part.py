@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,18 @@ class Part:
         whole, local: the dim's size in the whole tensor, and on this rank.
     """
 
-    __slots__ = ("_shards", "dim", "held", "inner", "lengths", "local", "outer", "parts", "whole")
+    __slots__ = (
+        "__weakref__",
+        "_shards",
+        "dim",
+        "held",
+        "inner",
+        "lengths",
+        "local",
+        "outer",
+        "parts",
+        "whole",
+    )
 
     def __init__(self, parts: Parts, dim: int, lengths: tuple[int, ...], outer: int, inner: int) -> None:
         self.parts = parts
@@ -121,9 +133,15 @@ class Parts:
     ) -> None:
         self.group, self.world, self.rank, self.method, self.state = group, world, rank, method, state
         self.device = torch.device("cpu")  # of the model
-        self._made: dict[tuple[object, ...], Part] = {}
+        # As long as tensors and plans have them: lengths may differ in each forward.
+        self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
         self.moves: dict[tuple[Part, Part, int], Plan] = {}  # the plans of `moved`
+
+    def forget(self) -> None:
+        """Drop what was found for lengths that may not come again."""
+        self._layouts.clear()
+        self.moves.clear()
 
     def part(self, dim: int, lengths: tuple[int, ...], outer: int = 1, inner: int = 1) -> Part:
         key = dim, lengths, outer, inner

@@ -210,6 +210,7 @@ class View(TorchFunctionMode):
             if _UNKNOWN not in key:
                 if len(self._steps) > _MOST_STEPS:
                     self._steps.clear()
+                    self.parts.forget()
                 self._steps[known] = step
         return step
 
