@@ -59,7 +59,6 @@ from ._attention.spans import Spans
 from ._control.state import Transport
 from ._exchange.work import Work
 from ._version import __version__
-from ._view.model import shard_model, unshard_model
 from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
@@ -142,10 +141,15 @@ __all__ = [
 
 if _TYPE_CHECKING:
     from . import integrations as integrations, testing as testing, utils as utils
+    from ._view.model import shard_model as shard_model, unshard_model as unshard_model
 
 
 def __getattr__(name: str) -> object:
-    """Import spar.testing, spar.utils and spar.integrations at their first use: few callers need them."""
+    """Import at their first use what few callers need, and what needs more of torch than public names."""
+    if name in ("shard_model", "unshard_model"):
+        from ._view import model
+
+        return getattr(model, name)
     if name in ("integrations", "testing", "utils"):
         import importlib
         import pkgutil
