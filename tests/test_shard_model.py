@@ -480,6 +480,10 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     ids, _ = batch()
     with pytest.raises(ValueError, match=r"ids is another value on rank 1; expected equal inputs"):
         model(ids + rank)
+    many = torch.zeros(2, 1000, dtype=torch.long)
+    many[1, 503] = rank  # one token of 2,000
+    with pytest.raises(ValueError, match=r"ids is another value on rank 1; expected equal inputs"):
+        model(many)
     close(torch.compile(model, backend="eager")(ids), Decoder()(ids))  # runs as without
     close(model(ids), Decoder()(ids))
     layer = model.layers[0].attention

@@ -12,12 +12,12 @@ from .._group.registry import place_of
 from ..ops.gather import all_gather
 from .part import tensors_in
 
-_SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor
+_SIZES, _SAMPLES = 8, 120  # numbers that stand for each tensor, and the sum of one of integers
 _TOLERANCE = 1e-2  # of the largest sample: another GPU may round the embeddings differently
 
 
 def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
-    """Compare the tensors among the inputs by their shapes and some of their elements. Collective.
+    """Compare the inputs' tensors by shapes and some elements, and integers by all elements. Collective.
 
     Raises:
         ValueError: an input differs between ranks. Every rank raises.
@@ -53,8 +53,11 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's sizes, -1 for dims that it lacks, and elements from all over it, 0 beyond its end."""
-    out = torch.zeros(_SIZES + _SAMPLES, dtype=torch.float64, device="cpu")
+    """Return a tensor's sizes, -1 for dims that it lacks, and elements from all over it, 0 beyond its end.
+
+    Integers, such as token ids, must be equal: the last number is a sum of all, weighted by their places.
+    """
+    out = torch.zeros(_SIZES + _SAMPLES + 1, dtype=torch.float64, device="cpu")
     out[:_SIZES] = -1
     sizes = list(x.shape)[:_SIZES]
     out[: len(sizes)] = torch.tensor(sizes, dtype=torch.float64, device="cpu")
@@ -65,5 +68,8 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
         .to(x.device)
     )
     chosen = flat[at]
+    if not x.is_floating_point() and not x.is_complex():
+        weights = torch.arange(1, flat.numel() + 1, device=x.device) * 0x9E3779B1  # odd: each place counts
+        out[-1] = float(int((flat.to(torch.int64) * weights).sum()) % 2**53)
     out[_SIZES : _SIZES + len(at)] = (chosen.real if chosen.is_complex() else chosen).to("cpu", torch.float64)
     return out

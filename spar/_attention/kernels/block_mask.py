@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans as a BlockMask of torch's flex_attention: which of its blocks are empty, partial or full.
+"""Convert Spans to a flex_attention BlockMask, which lists partial and full blocks of keys.
 
 It is found from the least and the greatest ends of each block's queries, never from pairs. torch's
 `BlockMask.from_kv_blocks` makes tables as wide as there are blocks of keys; these are as wide as the longest

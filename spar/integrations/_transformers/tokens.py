@@ -74,7 +74,7 @@ class Tokens(NamedTuple):
 
         - By state with fewer heads than ranks: by heads some ranks would have none, and wait.
         - By state if bytes count ("bytes": the ranks are on several hosts), and states are less than half of
-          the bytes of tokens: a delta rule computes up to twice as much by state.
+          the bytes of tokens: by state a delta rule takes up to twice the arithmetic.
         - Else by heads.
 
         All ranks decide alike: they have the same layout, documents, widths and dtypes.
