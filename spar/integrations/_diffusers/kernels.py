@@ -92,10 +92,7 @@ def _attended(
         whole = view.gather(options)
         layouts = view.parts.layout(part.lengths), None if keys is None else view.parts.layout(keys.lengths)
         method = "ulysses" if by_heads else method_of(part, keys)
-        if method in (
-            None,
-            "ring",
-        ):  # which a hybrid layout would be, in part: the kernel returns no log-sum-exp
+        if method in (None, "ring"):  # None is a ring in part over a hybrid layout, and needs a log-sum-exp
             method = "ulysses" if heads >= view.parts.world and keys is not None else "gather"
         _count(view, 2 * q.numel() * whole_shape(k)[1], q, part)
         out = attention(
