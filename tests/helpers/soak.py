@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -43,6 +44,7 @@ Group = dist.ProcessGroup
 LIMIT = 1.5  # timeout in seconds of groups that a fault breaks
 ROUND = 6.0  # seconds of calls in one world
 END = 30.0  # seconds that a world may take for its start and its end
+WORLD = ROUND + 6 * LIMIT + END
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
 
 
@@ -299,6 +301,7 @@ FAULTS = (mismatch, mismatch, mismatch, pause, absence, stop)
 
 
 def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> None:
+    faulthandler.dump_traceback_later(WORLD - 3.0)  # says where a rank hangs
     rng = random.Random(seed)  # the same on all ranks
     counts: collections.Counter[str] = collections.Counter()
     report: dict[str, Any] = {"wrong": [], "leaked": ""}
@@ -329,6 +332,7 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
                 wrong += attention(rng, world, all_ranks, setting)
             if rng.random() < 0.03:
                 counts["programs"] += 1
+                tiny(all_ranks)  # over torch, the sums of gradients must not overtake a call in flight
                 wrong += view_programs.failures(rng, all_ranks)
             where = f"rank {rank} of {world} over {transport}, call {counts['calls']} of seed {seed}"
             report["wrong"] += [f"{op} on {where}: {text}" for text in wrong]
@@ -400,7 +404,7 @@ def run_world(seed: int, counts: collections.Counter[str], failures: dict[str, l
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks = start(run_rank, world, folder, world, transport, seed, SPAR_TRANSPORT=transport)
-        codes = finish(ranks, ROUND + 6 * LIMIT + END)
+        codes = finish(ranks, WORLD)
         reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     what = f"seed {seed}: {world} ranks over {transport}"
     if None in codes:
