@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .part import Part, Parts, changed, part_of, tensors_in, whole_shape
+from .part import Part, Parts, Shard, changed, part_of, tensors_in, whole_shape
 
 
 class Plan(NamedTuple):
@@ -31,6 +31,48 @@ class Plan(NamedTuple):
     replaced: tuple[tuple[int | str, Any], ...] = ()
     run: Any = None
     work: tuple[int, int] = (0, 0)
+
+
+class Step:
+    """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
+
+    __slots__ = ("is_simple", "is_view", "plan", "replaced", "run", "shard", "shards")
+
+    def __init__(self, plan: Plan | None, func: Any) -> None:
+        self.plan = plan
+        self.run = (plan and plan.run) or func
+        self.replaced = () if plan is None else plan.replaced
+        self.shard: Shard | None = None  # of a single result
+        self.shards: list[Shard | None] | None = None  # of several
+        self.is_view = False  # whether its results share memory
+        self.is_simple = False  # whether to run it is all that there is to do
+
+    def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments with the plan's values."""
+        for place, value in self.replaced:
+            if isinstance(place, int):
+                args = (*args[:place], value, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, place: value}
+        return args, kwargs
+
+    def find_shards(self, out: Any) -> None:
+        """Find what the results are by those of the first run."""
+        part = self.plan and self.plan.part
+        if isinstance(part, Part) and isinstance(out, Tensor):
+            self.shard = part.shard(out.shape)
+        elif part is not None:
+            parts = part if isinstance(part, tuple) else (part,) * len(out)
+            pairs = zip(out, parts, strict=True)
+            self.shards = [None if p is None else p.shard(x.shape) for x, p in pairs]
+
+    def mark(self, out: Any) -> None:
+        """Say what the results are."""
+        if self.shard is not None:
+            out._spar_shard = self.shard
+        elif self.shards is not None:
+            for x, shard in zip(out, self.shards, strict=True):
+                x._spar_shard = shard
 
 
 class FunctionCall:

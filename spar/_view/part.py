@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -33,6 +34,7 @@ class Part:
     Attributes:
         dim: the dim, counted from the first.
         lengths: of the sequences.
+        runs: where this rank's runs of tokens begin, and how many they are.
         whole, local: the dim's size in the whole tensor, and on this rank.
     """
 
@@ -46,13 +48,17 @@ class Part:
         "local",
         "outer",
         "parts",
+        "runs",
         "whole",
     )
 
     def __init__(self, parts: Parts, dim: int, lengths: tuple[int, ...], outer: int, inner: int) -> None:
         self.parts = parts
         self.dim, self.lengths, self.outer, self.inner = dim, lengths, outer, inner
-        self.held = parts.held(lengths)
+        self.runs: list[tuple[int, int]] = []
+        for at, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+            self.runs += [(at + start, size) for start, size in parts.runs(length)]
+        self.held = sum(size for _, size in self.runs)
         self.whole = outer * sum(lengths) * inner
         self.local = outer * self.held * inner
         self._shards: dict[tuple[int, ...], Shard] = {}
@@ -181,11 +187,7 @@ class Parts:
         dim, flat = part.dim, x
         if not part.is_plain:
             flat, dim = x.unflatten(dim, (part.outer, part.tokens, part.inner)), dim + 1
-        kept, at = [], 0
-        for length in part.lengths:
-            kept += [flat.narrow(dim, at + start, size) for start, size in self.runs(length)]
-            at += length
-        kept = kept or [flat.narrow(dim, 0, 0)]
+        kept = [flat.narrow(dim, start, size) for start, size in part.runs or [(0, 0)]]
         out = kept[0] if len(kept) == 1 else torch.cat(kept, dim)
         return mark(out if part.is_plain else out.flatten(part.dim, part.dim + 2), part)
 

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .bodies import body_of
-from .call import FunctionCall, Plan, is_inplace, rule_of, verify
+from .call import FunctionCall, Plan, Step, is_inplace, rule_of, verify
 from .moving import moved
-from .part import _SHARD, COPY, Part, Parts, Shard, changed, mark, part_of, tensors_in
+from .part import _SHARD, COPY, Part, Parts, changed, mark, part_of, tensors_in
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 from .slices import Slices
@@ -47,30 +47,6 @@ class _Function(NamedTuple):
     may_draw: bool
 
 
-class _Step:
-    """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
-
-    __slots__ = ("is_simple", "is_view", "plan", "run", "shard", "shards")
-
-    def __init__(self, plan: Plan | None, func: Any) -> None:
-        self.plan = plan
-        self.run = (plan and plan.run) or func
-        self.shard: Shard | None = None  # of a single result
-        self.shards: list[Shard | None] | None = None
-        self.is_view = False  # whether its result shares memory
-        self.is_simple = False  # whether to run it is all that there is to do
-
-    def mark(self, out: Any, part: Part | tuple[Part | None, ...]) -> None:
-        results = [out] if isinstance(out, Tensor) else list(out)
-        if self.shards is None:
-            parts = part if isinstance(part, tuple) else (part,) * len(results)
-            pairs = zip(results, parts, strict=True)
-            self.shards = [None if p is None else p.shard(x.shape) for x, p in pairs]
-            self.shard = self.shards[0] if isinstance(out, Tensor) else None
-        for x, shard in zip(results, self.shards, strict=True):
-            setattr(x, _SHARD, shard)
-
-
 class View(TorchFunctionMode):
     """While it is entered, a tensor that is a rank's part appears whole to the code that runs.
 
@@ -87,7 +63,7 @@ class View(TorchFunctionMode):
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
         self._functions: dict[Any, _Function] = {}
-        self._steps: dict[tuple[Any, ...], _Step] = {}
+        self._steps: dict[tuple[Any, ...], Step] = {}
         self._compared = False  # whether the ranks' generators were, in this forward
         self._slices = Slices()
         self.recording = True  # in the first forward
@@ -144,11 +120,16 @@ class View(TorchFunctionMode):
         step = self._steps.get(tuple(key)) if sharded else None
         if step is None or not step.is_simple or self._is_watching:
             return self._call(key, sharded, func, args, kwargs or {})
+        if step.replaced:
+            args, kwargs = step.replace(args, kwargs or {})
         out = step.run(*args, **kwargs) if kwargs else step.run(*args)
         if step.shard is not None:
             out._spar_shard = step.shard
+        else:
+            step.mark(out)
         if step.is_view and args and getattr(args[0], "_spar_copy", False):
-            out._spar_copy = True
+            for x in tensors_in(out):
+                setattr(x, COPY, True)
         return out
 
     def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -170,7 +151,7 @@ class View(TorchFunctionMode):
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
             out = func(*args, **kwargs)
-            if _is_view_of_copy(function.name, args):
+            if args and getattr(args[0], COPY, False) and _is_view(function.name, args):
                 for x in tensors_in(out):
                     setattr(x, COPY, True)
             return out
@@ -182,31 +163,26 @@ class View(TorchFunctionMode):
             self.report.add(plan.work, self.blocks > 0)
         if plan.moves:
             args, kwargs = self._moved(dict(plan.moves), args, kwargs)
-        for place, value in plan.replaced:
-            if isinstance(place, int):
-                args = (*args[:place], value, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, place: value}
+        args, kwargs = step.replace(args, kwargs)
         out = step.run(*args, **kwargs)
-        if plan.part is not None:
-            step.mark(out, plan.part)
-        if _is_view_of_copy(function.name, args):
+        if step.shard is None and step.shards is None:
+            step.find_shards(out)
+            step.is_view = _is_view(function.name, args)
+            step.is_simple = not (plan.moves or function.is_inplace or function.may_draw)
+        step.mark(out)
+        if step.is_view and args and getattr(args[0], COPY, False):
             for x in tensors_in(out):
                 setattr(x, COPY, True)
-        step.is_view = function.name in _VIEWS or (function.name == "__getitem__" and _is_basic(args[1]))
-        step.is_simple = not (plan.moves or plan.replaced or function.is_inplace or function.may_draw) and (
-            plan.part is None or isinstance(out, Tensor)
-        )
         return out
 
     def _step(
         self, key: list[Any], function: _Function, func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> _Step:
+    ) -> Step:
         """Return what to do for a call, planned where equal ones were not met before."""
         known = tuple(key)
         step = self._steps.get(known)
         if step is None:
-            step = _Step(self._planned(function, func, args, kwargs), func)
+            step = Step(self._planned(function, func, args, kwargs), func)
             if _UNKNOWN not in key:
                 if len(self._steps) > _MOST_STEPS:
                     self._steps.clear()
@@ -291,7 +267,7 @@ class View(TorchFunctionMode):
         if function.is_inplace:
             return self._whole_in_place(function, func, args, kwargs)
         out = func(*self.gather(args), **self.gather(kwargs))
-        if name in _VIEWS or (name == "__getitem__" and _is_basic(args[1])):
+        if _is_view(name, args):
             for x in tensors_in(out):
                 setattr(x, COPY, True)
         return out
@@ -375,12 +351,9 @@ def without_view() -> Iterator[None]:
             _push_mode(mode)
 
 
-def _is_view_of_copy(name: str, args: Any) -> bool:
-    return (
-        (name in _VIEWS or (name == "__getitem__" and _is_basic(args[1])))
-        and bool(args)
-        and getattr(args[0], COPY, False)
-    )
+def _is_view(name: str, args: Any) -> bool:
+    """Whether a function's results share memory with its first argument."""
+    return name in _VIEWS or (name == "__getitem__" and _is_basic(args[1]))
 
 
 def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -396,6 +369,7 @@ def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
 _VALUES = frozenset(
     {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
 )
+_BOUNDS = frozenset({int, type(None)})
 _UNKNOWN = object()  # in the key of a call that no key can tell from others
 
 
@@ -417,12 +391,15 @@ def _collect(values: Any, key: list[Any]) -> bool:
             key.append(float if x else "0.0")  # `run` reads its value from the arguments
         elif kind is bool:
             key.append("true" if x else "false")
+        elif kind is slice:
+            if type(x.start) in _BOUNDS and type(x.stop) in _BOUNDS and x.step is None:
+                key += slice, x.start, x.stop, None
+            else:
+                key.append(slice)
+                sharded = _collect((x.start, x.stop, x.step), key) or sharded
         elif kind is list or kind is tuple or kind is torch.Size:
             key += kind, len(x)
             sharded = _collect(x, key) or sharded
-        elif kind is slice:
-            key.append(slice)
-            sharded = _collect((x.start, x.stop, x.step), key) or sharded
         else:
             key.append(_UNKNOWN)
             sharded = sharded or any(part_of(y) is not None for y in tensors_in(x))
