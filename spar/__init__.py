@@ -15,6 +15,8 @@ Operations on one process group, each differentiable:
     packed_data_gather_forward_split_backward    undo it
     reorder_output                               reorder gathered zigzag chunks into natural order
     mean_loss                                    divide all ranks' loss by the number of all ranks' tokens
+    masked_mean                                  average values over tokens, samples or groups of samples
+    token_logprobs                               log-probability and entropy of each token, as in RL
     rank_seed                                    seed dropout, differently on each rank
 
 Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
@@ -81,6 +83,7 @@ from .ops.hybrid import (
     packed_data_split_forward_gather_backward_with_cp,
     split_forward_gather_backward_with_cp,
 )
+from .ops.masked_mean import masked_mean
 from .ops.names.mindspeed_mm import reorder_output
 from .ops.splits import (
     gather_forward_split_backward,
@@ -90,6 +93,7 @@ from .ops.splits import (
     packed_data_split_forward_gather_backward,
     split_forward_gather_backward,
 )
+from .ops.token_logprobs import token_logprobs
 from .random import rank_seed
 from .sequence_layout import SequenceLayout
 from .sizes import cal_split_sizes, cal_split_sizes_multi
@@ -123,6 +127,7 @@ __all__ = [
     "init",
     "load_balanced_gather_forward_split_backward",
     "load_balanced_split_forward_gather_backward",
+    "masked_mean",
     "mean_loss",
     "memory_stats",
     "packed_data_gather_forward_split_backward",
@@ -135,6 +140,7 @@ __all__ = [
     "shard_model",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",
+    "token_logprobs",
     "transport",
     "unshard_model",
 ]

@@ -15,7 +15,7 @@ from ._tracing import constant
 from ._transports.dtypes import add_rows
 from .topology.resolve import Group, process_group
 
-_WIDE = torch.float64  # counts of up to 2^53 tokens are exact
+WIDE = torch.float64  # counts of up to 2^53 tokens are exact
 
 
 def mean_loss(
@@ -61,26 +61,38 @@ def mean_loss(
             raise call.error("loss_sum", shape, "a 0-dim tensor, the sum of this rank's losses")
         if not kind.is_floating_point or kind.itemsize < 2:
             raise call.type_error("loss_sum", f"a tensor of {kind}", "a float dtype of at least 16 bits")
-        tokens = _tokens(call, count)
-        factor = 1.0 if averaged_by is None else float(_size(averaged_by))
-        call.input = torch.stack([call.input.to(_WIDE), tokens], 1)
-        rows = call.apply(even(0, call.world), WHOLE, (factor, False))
-        total, number = add_rows(rows).unbind()
-        number = number.detach()
-        mean = total / torch.where(number == 0, 1, number)
-        return torch.where(number == 0, 0, mean).to(torch.promote_types(kind, torch.float32))
+        tokens = number_of(call, "count", count)
+        return divided(call, call.input, tokens, averaged_by).to(torch.promote_types(kind, torch.float32))
 
 
-def _tokens(call: Arguments, count: Any) -> torch.Tensor:
-    """Return this rank's count as a tensor like the call's input."""
+def divided(
+    call: Arguments,
+    loss_sum: torch.Tensor,
+    count: torch.Tensor,
+    averaged_by: Group,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Divide the sum of all ranks' losses by that of their counts, or by the total; tensors of `[1]`."""
+    factor = 1.0 if averaged_by is None else float(_size(averaged_by))
+    if factor != 1.0:
+        call.note += f", averaged by {factor:g} ranks" if call.note else f"averaged by {factor:g} ranks"
+    call.input = torch.stack([loss_sum.to(WIDE), count], 1)
+    rows = call.apply(even(0, call.world), WHOLE, (factor, False))
+    losses, number = add_rows(rows).unbind()
+    number = number.detach() if total is None else total[0]
+    return torch.where(number == 0, 0, losses / torch.where(number == 0, 1, number))
+
+
+def number_of(call: Arguments, name: str, count: Any) -> torch.Tensor:
+    """Return a number of tokens as a tensor `[1]` like the call's input."""
     if not isinstance(count, torch.Tensor):
-        check_number(call.where, "count", count, 0)
-        return torch.full((1,), float(count), dtype=_WIDE, device=call.input.device)
+        check_number(call.where, name, count, 0)
+        return torch.full((1,), float(count), dtype=WIDE, device=call.input.device)
     if count.dim() != 0:
-        raise call.error("count", f"of shape {list(count.shape)}", "a number or a 0-dim tensor")
+        raise call.error(name, f"of shape {list(count.shape)}", "a number or a 0-dim tensor")
     if count.is_complex() or count.dtype == torch.bool:
-        raise call.type_error("count", f"a tensor of {count.dtype}", "a tensor of ints or floats")
-    return count.detach().reshape(1).to(call.input.device, _WIDE)
+        raise call.type_error(name, f"a tensor of {count.dtype}", "a tensor of ints or floats")
+    return count.detach().reshape(1).to(call.input.device, WIDE)
 
 
 @constant

@@ -111,6 +111,9 @@ SIGNATURES = {
     "Work.wait": "self, timeout=None",
     "Work.is_completed": "self",
     "mean_loss": "loss_sum, count, group=None, averaged_by=None",
+    "masked_mean": "values, mask, layout, by='token', groups=None, total=None, group=None, averaged_by=None",
+    "token_logprobs": "logits, labels, layout, temperature=1.0, ignore_index=-100, gather=None, "
+    "grad_scale=NOT_GIVEN",
     "rank_seed": "seed, group=None",
 }
 LAYOUT = {

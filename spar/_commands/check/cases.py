@@ -22,9 +22,11 @@ from .shards import (
     accumulate_tokens,
     add,
     attend,
+    chosen,
     exact_gather,
     gather,
     indices,
+    joined,
     split,
     swap,
 )
@@ -219,6 +221,33 @@ def averaged(s: Setting, run: Run, scale: Callable[[Any, int], Any] | None = Non
     return Trial(losses, partial(run, counts[s.rank]), reference, OWN, scale, tolerance=1e-6)
 
 
+def masked(s: Setting, run: Run, index: Tensors) -> Trial:
+    """Each row is a sample, and its mean over every third token counts as that of the others."""
+    parts = chosen([numbers(2, sum(map(len, index)), 1)], index)
+    marks = [part % 3 == 0 for part in index]
+
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        whole = joined(inputs, index)[0][:, torch.cat(index).sort().values % 3 == 0].double()
+        return [[whole.mean(1).mean().float()]] * s.world
+
+    call = partial(run, marks[s.rank].expand(2, -1).to(s.device))
+    return Trial(parts, lambda x: call(x[..., 0]), reference, OWN, tolerance=1e-6)
+
+
+def logprobs(s: Setting, run: Run, index: Tensors) -> Trial:
+    parts = chosen([numbers(2, sum(map(len, index)), 7)], index)
+    labels = [(part % 7).expand(2, -1) for part in index]
+
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        found = [x[0].double().log_softmax(-1) for x in inputs]
+        return [
+            [x.gather(-1, label[..., None])[..., 0].float(), -(x.exp() * x).sum(-1).float()]
+            for x, label in zip(found, labels, strict=True)
+        ]
+
+    return Trial(parts, partial(run, labels[s.rank].to(s.device)), reference, tolerance=1e-5)
+
+
 def draw(f: Any, s: Setting) -> Tensor:
     """Return whether numbers repeat, whether the generator is restored, and how many ranks differ."""
     state, drawn = torch.get_rng_state(), []
@@ -327,6 +356,14 @@ OPERATIONS = [
     case("data.sp_slice_and_pad_input", sliced, "uneven", slice_and_pad),
     case("mean_loss", averaged, "a rank without tokens", lambda f, s, count, x: f(x, count, s.group)),
     case("mean_loss", averaged, "averaged_by", averaged_by, scale=operator.mul),
+    case(
+        "masked_mean",
+        masked,
+        "by sample",
+        lambda f, s, n, m, x: f(x, m, zigzagged(s, n), by="sample"),
+        "zigzag",
+    ),
+    case("token_logprobs", logprobs, "", lambda f, s, n, labels, x: f(x, labels, zigzagged(s, n)), "zigzag"),
     case("rank_seed", without_inputs, "", draw, expected=lambda s: [torch.tensor((1, 1, s.world))]),
 ]
 ATTENTION = [

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities and entropies over a vocabulary, tile by tile, so that float32 logits are never whole.
+
+A tile is a few tokens by a part of the vocabulary. Forward keeps running maxima and sums, as online softmax
+does. Backward computes each tile again from the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._attention.ring import no_autocast
+from .._exchange.dispatch import library
+
+TOKENS, COLUMNS = 1024, 4096  # of a tile: 16 MB in float32
+_LEAST = -1e4  # its exp is 0 in each dtype, and its product with 0 is not NaN
+
+
+def _parts(size: int, most: int) -> Iterator[slice]:
+    return (slice(first, min(first + most, size)) for first in range(0, size, most))
+
+
+class _Head:
+    """The logits of tokens: given, or those of hidden states."""
+
+    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> None:
+        """x: logits `[T, V]`, or with a weight `[V, D]` hidden states `[T, D]`."""
+        self.x, self.weight, self.bias, self.temperature = x, weight, bias, temperature
+        self.kind = torch.promote_types(x.dtype, torch.float32)
+        self.columns = x.size(1) if weight is None else weight.size(0)
+
+    def wide(self, columns: slice) -> tuple[Tensor | None, Tensor | None]:
+        """Return a part of the weight and of the bias in the dtype of the computation."""
+        return (
+            None if self.weight is None else self.weight[columns].to(self.kind),
+            None if self.bias is None else self.bias[columns].to(self.kind),
+        )
+
+    def tile(self, rows: slice, columns: slice, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return new logits `[rows, columns]`, divided by the temperature."""
+        if weight is None:
+            z = self.x[rows, columns].to(self.kind, copy=True)
+        else:
+            z = self.x[rows].to(self.kind) @ weight.T
+        if bias is not None:
+            z += bias
+        return z if self.temperature == 1 else z.div_(self.temperature)
+
+
+def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return whether each label lies in a part of the vocabulary, and where `[T, 1]`."""
+    inside = (labels >= columns.start) & (labels < columns.stop)
+    return inside, (labels - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    ignore_index: int,
+) -> list[Tensor]:
+    """Return the log-probability of each label `[T]`, the entropy, and the log-sum-exp."""
+    head, ignored = _Head(x, weight, bias, temperature), labels == ignore_index
+    torch._assert_async(
+        (ignored | ((labels >= 0) & (labels < head.columns))).all(),
+        f"token_logprobs: labels must be 0 to {head.columns - 1}, or ignore_index",
+    )
+    top = torch.full_like(labels, torch.finfo(head.kind).min, dtype=head.kind)
+    total, weighted, picked = (torch.zeros_like(top) for _ in range(3))
+    with no_autocast(x.device.type):
+        for columns in _parts(head.columns, COLUMNS):
+            wide = head.wide(columns)
+            for rows in _parts(len(x), TOKENS):
+                z = head.tile(rows, columns, *wide)
+                inside, place = _places(labels[rows], columns)
+                picked[rows] += torch.where(inside, z.gather(1, place)[:, 0], 0)
+                old, sums = top[rows], total[rows]
+                new = torch.maximum(old, z.amax(1))
+                scale = (old - new).exp()
+                exps = z.sub_(new[:, None]).clamp_(min=_LEAST).exp()
+                weighted[rows] = (weighted[rows] + (old - new) * sums) * scale + (z.mul_(exps)).sum(1)
+                total[rows] = sums * scale + exps.sum(1)
+                top[rows] = new
+    lse = top + total.log()
+    logprobs = (picked - lse).masked_fill(ignored, 0)
+    return [logprobs, (total.log() - weighted / total).masked_fill(ignored, 0), lse]
+
+
+def _backward(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    temperature: float,
+    ignore_index: int,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Return the gradients of x, weight and bias, of those that need one; else empty tensors."""
+    head, ignored = _Head(x, weight, bias, temperature), labels == ignore_index
+    of_logprobs, of_entropy = (g[:, None] for g in grads)
+    kinds = (x.dtype if weight is None else head.kind, x.dtype, x.dtype)
+    if weight is not None:
+        kinds = kinds[0], weight.dtype, x.dtype if bias is None else bias.dtype
+    dx, dw, db = (
+        torch.zeros(y.shape if y is not None and needed else (0,), dtype=kind, device=x.device)
+        for y, needed, kind in zip((x, weight, bias), needs, kinds, strict=True)
+    )
+    with no_autocast(x.device.type):
+        for columns in _parts(head.columns, COLUMNS):
+            wide = head.wide(columns)
+            sums = [None if y is None else torch.zeros_like(y) for y in wide]
+            for rows in _parts(len(x), TOKENS):
+                z = head.tile(rows, columns, *wide).sub_(lse[rows, None]).clamp_(min=_LEAST)
+                p = z.exp()
+                z.add_(entropy[rows, None]).mul_(of_entropy[rows]).add_(of_logprobs[rows]).mul_(p).neg_()
+                inside, place = _places(labels[rows], columns)
+                z.scatter_add_(1, place, of_logprobs[rows] * inside[:, None])
+                z.masked_fill_(ignored[rows, None], 0).div_(temperature)
+                if wide[0] is None:
+                    dx[rows, columns] = z
+                    continue
+                if needs[0]:
+                    dx[rows] += z @ wide[0]
+                if needs[1] and sums[0] is not None:
+                    sums[0].addmm_(z.T, x[rows].to(head.kind))
+                if needs[2] and sums[1] is not None:
+                    sums[1] += z.sum(0)
+            for gradient, part, needed in zip((dw, db), sums, needs[1:], strict=True):
+                if needed and part is not None:
+                    gradient[columns] = part
+    return [dx.to(x.dtype), dw, db]
+
+
+def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, *_: Any) -> list[Tensor]:
+    return [x.new_empty(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(3)]
+
+
+def _fake_backward(
+    grads: Sequence[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    needs = rest[-1]
+    return [
+        y.new_empty(y.shape if needed else (0,)) if y is not None else x.new_empty((0,))
+        for y, needed in zip((x, weight, bias), needs, strict=True)
+    ]
+
+
+def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
+    library.define(name + schema)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"spar::{name}", fake, lib=library)
+
+
+_INPUTS = "Tensor x, Tensor? weight, Tensor? bias, Tensor labels"
+_define(
+    "token_logprobs",
+    f"({_INPUTS}, float temperature, int ignore_index) -> Tensor[]",
+    _forward,
+    _fake,
+)
+_define(
+    "token_logprobs_backward",
+    f"(Tensor[] grads, {_INPUTS}, Tensor entropy, Tensor lse, float temperature, int ignore_index,"
+    " bool[] needs) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """The log-probability and the entropy of each token; the gradient cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, labels: Tensor, *options: Any) -> Any:
+        tensors = x, weight, bias, labels
+        logprobs, entropy, lse = torch.ops.spar.token_logprobs(*tensors, *options)
+        ctx.save_for_backward(*tensors, entropy, lse)
+        ctx.options = options
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        needs = list(ctx.needs_input_grad[:3])
+        found = torch.ops.spar.token_logprobs_backward(list(grads), *ctx.saved_tensors, *ctx.options, needs)
+        gradients = [x if needed else None for x, needed in zip(found, needs, strict=True)]
+        return *gradients, None, None, None
+
+
+def token_logprobs_of(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `[T]` log-probabilities of labels `[T]`, and entropies: float32, or float64 if x is.
+
+    x: logits `[T, V]`, or hidden states `[T, D]` with a weight `[V, D]` and perhaps a bias `[V]`.
+    """
+    return cast(
+        tuple[Tensor, Tensor],
+        TokenLogprobs.apply(x, weight, bias, labels, temperature, ignore_index),  # type: ignore[no-untyped-call]
+    )
