@@ -37,7 +37,7 @@ def test_bytes_of_a_layer_are_those_expected(world: int) -> None:
 def test_peak_memory_of_a_rank_falls_as_one_over_the_ranks() -> None:
     peaks = {}
     for world in (1, 2, 4):
-        found = re.search(rf"{world} ranks, 4096 tokens: (\d+) MiB", run(world, "--memory", "4096"))
+        found = re.search(rf"{world} ranks, 2048 tokens: (\d+) MiB", run(world, "--memory", "2048"))
         assert found is not None
         peaks[world] = int(found[1])
     # Of a shard alone: what does not fall, such as gradients of parameters, is there before.
