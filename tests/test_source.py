@@ -141,6 +141,10 @@ SHARDING = {
     "ShardingValidator.track": "self",
 }
 DATA = {
+    "PackedSamples": "samples, group=None, max_tokens=None, rows=1",
+    "PackedSamples.pack": "self, x, row=0, shift=0, fill=0",
+    "PackedSamples.shard": "self, x, row=0, shift=0, fill=0",
+    "PackedSamples.unpack": "self, outputs, shift=0, fill=0, grad_scale=NOT_GIVEN",
     "SPDataProcessor": "",
     "SPDataProcessor.preprocess": "self, data",
     "SPDataProcessor.postprocess": "self, data",
