@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import whole_attention
+from test_rl import given as of_rl
 from torch.nn.parallel import DistributedDataParallel
 
 import spar
@@ -52,6 +53,7 @@ COMPILED_ONLY = {
         "hybrid.md",
         0,
     ): "a model of transformers: tests/models/test_transformers_whole_errors.py runs this block",
+    ("rl.md", 7): "a model of transformers: examples/rl.py makes these calls",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 2): "a reward model: tests/models/test_transformers_refusals.py runs this block",
@@ -197,6 +199,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "topology.md": of_topology,
     "utils.md": of_utils,
     "packed.md": of_packed,
+    "rl.md": of_rl,
     "several-nodes.md": of_several_nodes,
     "debugging.md": of_debugging,
 }
