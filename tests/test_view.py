@@ -210,6 +210,39 @@ def test_plans_are_made_once(ranks: Ranks) -> None:
     ranks(2, check_plans)
 
 
+BY_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "slice": lambda x, n: x[:, :n].sum(1),
+    "slice and index": lambda x, n: x[:, n:, 0].sum(1),
+    "split": lambda x, n: x.split([n, x.size(1) - n], 1)[1].sum(1),
+    "chunk": lambda x, n: x.chunk(n, 1)[0].sum(1),
+    "narrow": lambda x, n: x.narrow(1, 0, n).sum(1),
+    "unflatten": lambda x, n: x.unflatten(1, (n, -1))[:, 0].sum(1),
+    "view": lambda x, n: x.view(x.size(0), n, -1, x.size(2))[:, 0].sum(1),
+    "expand": lambda x, n: x[None].expand(n, -1, -1, -1).sum((0, 2)),
+    "repeat": lambda x, n: x.repeat(1, n, 1).sum(1),
+    "pad": lambda x, n: torch.nn.functional.pad(x, (0, 0, n - 2, 0)).cumsum(1)[:, 3],
+}
+
+
+def check_sizes_that_are_tensors(rank: int, world: int, group: Group) -> None:
+    """Sizes and bounds that models read from grids: equal calls have other values."""
+
+    whole = Inputs(1).x
+
+    def run(view: View, x: Tensor) -> None:
+        for name, function in BY_TENSORS.items():
+            for n in (4, 2, 4):
+                size = torch.tensor(n)
+                found = view.gather(function(x, size))
+                assert (found - function(whole, size)).abs().max() < 1e-12, (name, n)
+
+    viewed(group, run)
+
+
+def test_sizes_that_are_tensors_are_read_in_each_call(ranks: Ranks) -> None:
+    ranks(2, check_sizes_that_are_tensors)
+
+
 def check_memory(rank: int, world: int, group: Group) -> None:
     """Run sequences of many lengths: what is remembered of them is bounded."""
     place = place_of(group)

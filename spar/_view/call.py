@@ -109,6 +109,11 @@ class FunctionCall:
         return [d % max(x.dim(), 1) for d in (dim if isinstance(dim, (list, tuple)) else (dim,))]
 
 
+def are_ints(values: Sequence[Any]) -> bool:
+    """Whether sizes or bounds are ints: a tensor's value is none that a plan may depend on."""
+    return all(isinstance(value, int) for value in values)
+
+
 Rule = Callable[[FunctionCall], Plan | None]
 RULES: dict[str, Rule] = {}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, rule
 from ..moving import cut, within
 from ..part import COPY, Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
@@ -61,7 +61,7 @@ def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
         return None
     wanted = call.get(1, "split_size_or_sections", "split_size", "split_sizes", "chunks")
     if not isinstance(wanted, int):
-        return list(wanted)
+        return list(wanted) if isinstance(wanted, (list, tuple)) and are_ints(wanted) else None
     each = -(-whole // wanted) if "chunk" in call.name else wanted
     return [min(each, whole - at) for at in range(0, whole, each)] if each else None
 
@@ -84,7 +84,8 @@ def narrow(call: FunctionCall) -> Plan | None:
     start, length = call.get(2, "start"), call.get(3, "length")
     if dim != part.dim:
         return Plan(part)
-    found = _between(part, start, start + length) if isinstance(start, int) and part.is_plain else None
+    is_known = part.is_plain and are_ints((start, length))
+    found = _between(part, start, start + length) if is_known else None
     if found is None:
         return None
     piece, take = found
@@ -103,7 +104,7 @@ def select(call: FunctionCall) -> Plan | None:
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
     """Return a basic index of the part, and the part of its result; None if it needs the whole."""
     entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(entry, (Tensor, list, bool, range)) for entry in entries):
+    if any(isinstance(entry, (Tensor, list, bool, range)) or _has_tensor(entry) for entry in entries):
         return None
     if all(entry is not Ellipsis for entry in entries):
         entries = (*entries, Ellipsis)
@@ -137,6 +138,13 @@ def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] |
     return None if result is None else (tuple(local), result)
 
 
+def _has_tensor(entry: Any) -> bool:
+    """Whether a slice has a tensor as a bound."""
+    return isinstance(entry, slice) and not are_ints(
+        [bound for bound in (entry.start, entry.stop, entry.step) if bound is not None]
+    )
+
+
 def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
     start, stop, step = entry.indices(part.whole)
     if (start, stop, step) == (0, part.whole, 1):
@@ -165,6 +173,8 @@ def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
     index = call.args[1]
     entries = list(index) if isinstance(index, tuple) else [index]
     if not part.is_plain or not all(entry is None or isinstance(entry, (int, slice)) for entry in entries):
+        return None
+    if any(_has_tensor(entry) for entry in entries):
         return None
     dims = [i for i, entry in enumerate(entries) if entry is not None]
     if part.dim >= len(dims) or not isinstance(entries[dims[part.dim]], slice):
@@ -251,6 +261,8 @@ def pad(call: FunctionCall) -> Plan | None:
     if part is None:
         return None
     padding = call.get(1, "pad", default=())
+    if not are_ints(padding):
+        return None
     padded = {x.dim() - 1 - i // 2 for i, size in enumerate(padding) if size}
     return None if part.dim in padded else Plan(part)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, rule
 from ..part import COPY, Part, whole_shape
 
 _EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
@@ -60,11 +60,14 @@ def reshape(call: FunctionCall) -> Plan | None:
         new = [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]]
     elif call.name == "unflatten":
         (dim,) = call.dims(x, call.get(1, "dim"))
-        new = [*shape[:dim], *_inferred(list(call.get(2, "sizes")), shape[dim]), *shape[dim + 1 :]]
+        sizes = list(call.get(2, "sizes"))
+        if not are_ints(sizes):
+            return None
+        new = [*shape[:dim], *_inferred(sizes, shape[dim]), *shape[dim + 1 :]]
     else:
         new = call.sizes(1, "shape", "size", "dtype")
-        if not all(isinstance(size, int) for size in new):
-            return None  # view(dtype)
+        if not are_ints(new):
+            return None  # or view(dtype)
     found = reshaped(shape, part, new)
     if found is not None:
         return Plan(found[1], run=_to(found[0], call.name))
@@ -154,7 +157,7 @@ def expand(call: FunctionCall) -> Plan | None:
     if part is None:
         return Plan(run=lambda x, *_, **__: x.expand(sizes)) if call.name == "expand_as" else None
     dim = part.dim + len(sizes) - x.dim()
-    if sizes[dim] not in (-1, part.whole):
+    if not are_ints(sizes) or sizes[dim] not in (-1, part.whole):
         return None
     sizes[dim] = -1
     return Plan(part.at(dim), run=lambda x, *_, **__: x.expand(sizes))
@@ -164,7 +167,7 @@ def expand(call: FunctionCall) -> Plan | None:
 def repeat(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     times = call.sizes(1, "repeats", "dims")
-    if part is None:
+    if part is None or not are_ints(times):
         return None
     times = [1] * (x.dim() - len(times)) + times
     dim = part.dim + len(times) - x.dim()
