@@ -30,6 +30,7 @@ def run_example(folder: Path, name: str, arguments: list[str]) -> None:
         ("transformers_train.py", [], "proved: a stock Qwen3ForCausalLM learns the same over 4 ranks"),
         ("transformers_train.py", ["--dp", "2", "--fsdp", "--steps", "6"], "dp 2 x cp 2, FSDP2"),
         ("packed.py", [], "packed documents as one process does one by one"),
+        ("rl.py", ["--dp", "2", "--fsdp"], "proved: GRPO learns the same over 4 ranks"),
     ],
 )
 def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: Path) -> None:
