@@ -168,6 +168,7 @@ def check_in_one_process(rank: int, world: int, group: Group) -> None:
         gradients = torch.autograd.grad(both(*leaves)[0].sum(), leaves)
         again = torch.autograd.grad(checkpoint(both, *leaves, use_reentrant=False)[0].sum(), leaves)
         assert all(x.equal(y) for x, y in zip(gradients, again, strict=True))
+        assert not any(x._is_view() for x in both(*leaves))  # type: ignore[no-untyped-call]  # FSDP2 would warn
         (of_hidden,) = torch.autograd.grad(both(batch.hidden, batch.weight.detach())[0].sum(), batch.hidden)
         (of_weight,) = torch.autograd.grad(both(batch.hidden.detach(), batch.weight)[0].sum(), batch.weight)
         assert of_hidden.equal(gradients[0]) and of_weight.equal(gradients[1])

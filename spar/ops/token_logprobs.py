@@ -99,10 +99,9 @@ def token_logprobs(
         if gather not in _GATHERS:
             raise call.error("gather", repr(gather), '"sequence", "samples" or None')
         options = float(temperature), check_int(call.where, "ignore_index", ignore_index)
-        flat = token_logprobs_of(x.flatten(0, 1), weight, bias, labels.flatten().long(), *options)
-        results = [y.view(labels.shape) for y in flat]
+        results = token_logprobs_of(x, weight, bias, labels.long(), *options)
         if gather is None:
-            return results[0], results[1]
+            return results
         whole = layout.gather(results, 1, grad_scale)
         if gather == "sequence":
             return whole[0], whole[1]

@@ -28,7 +28,8 @@ class _Head:
     """The logits of tokens: given, or those of hidden states."""
 
     def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> None:
-        """x: logits `[T, V]`, or with a weight `[V, D]` hidden states `[T, D]`."""
+        """x: logits `[B, S, V]`, or with a weight `[V, D]` hidden states `[B, S, D]`."""
+        x = x.flatten(0, 1)
         self.x, self.weight, self.bias, self.temperature = x, weight, bias, temperature
         self.kind = torch.promote_types(x.dtype, torch.float32)
         self.columns = x.size(1) if weight is None else weight.size(0)
@@ -65,10 +66,11 @@ def _forward(
     temperature: float,
     ignore_index: int,
 ) -> list[Tensor]:
-    """Return the log-probability of each label `[T]`, the entropy, and the log-sum-exp."""
-    head, ignored = _Head(x, weight, bias, temperature), labels == ignore_index
+    """Return the log-probability of each label `[B, S]`, the entropy, and the log-sum-exp `[B S]`."""
+    head, ignored, shape = _Head(x, weight, bias, temperature), labels == ignore_index, labels.shape
+    labels = labels.flatten()
     torch._assert_async(
-        (ignored | ((labels >= 0) & (labels < head.columns))).all(),
+        (ignored.flatten() | ((labels >= 0) & (labels < head.columns))).all(),
         f"token_logprobs: labels must be 0 to {head.columns - 1}, or ignore_index",
     )
     top = torch.full_like(labels, torch.finfo(head.kind).min, dtype=head.kind)
@@ -76,7 +78,7 @@ def _forward(
     with no_autocast(x.device.type):
         for columns in _parts(head.columns, COLUMNS):
             wide = head.wide(columns)
-            for rows in _parts(len(x), TOKENS):
+            for rows in _parts(len(labels), TOKENS):
                 z = head.tile(rows, columns, *wide)
                 inside, place = _places(labels[rows], columns)
                 picked[rows] += torch.where(inside, z.gather(1, place)[:, 0], 0)
@@ -88,8 +90,9 @@ def _forward(
                 total[rows] = sums * scale + exps.sum(1)
                 top[rows] = new
     lse = top + total.log()
-    logprobs = (picked - lse).masked_fill(ignored, 0)
-    return [logprobs, (total.log() - weighted / total).masked_fill(ignored, 0), lse]
+    # Results are no views, which FSDP2 warns of.
+    logprobs = (picked - lse).view(shape).masked_fill(ignored, 0)
+    return [logprobs, (total.log() - weighted / total).view(shape).masked_fill(ignored, 0), lse]
 
 
 def _backward(
@@ -105,20 +108,16 @@ def _backward(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """Return the gradients of x, weight and bias, of those that need one; else empty tensors."""
-    head, ignored = _Head(x, weight, bias, temperature), labels == ignore_index
-    of_logprobs, of_entropy = (g[:, None] for g in grads)
-    kinds = (x.dtype if weight is None else head.kind, x.dtype, x.dtype)
-    if weight is not None:
-        kinds = kinds[0], weight.dtype, x.dtype if bias is None else bias.dtype
-    dx, dw, db = (
-        torch.zeros(y.shape if y is not None and needed else (0,), dtype=kind, device=x.device)
-        for y, needed, kind in zip((x, weight, bias), needs, kinds, strict=True)
-    )
+    head, entropy, labels = _Head(x, weight, bias, temperature), entropy.flatten(), labels.flatten()
+    ignored, (of_logprobs, of_entropy) = labels == ignore_index, [g.reshape(-1, 1) for g in grads]
+    dx = _zeros(x, needs[0], x.dtype if weight is None else head.kind)
+    dw, db = (_zeros(y, needed, None) for y, needed in zip((weight, bias), needs[1:], strict=True))
+    of_x = dx.flatten(0, 1) if needs[0] else dx
     with no_autocast(x.device.type):
         for columns in _parts(head.columns, COLUMNS):
             wide = head.wide(columns)
             sums = [None if y is None else torch.zeros_like(y) for y in wide]
-            for rows in _parts(len(x), TOKENS):
+            for rows in _parts(len(labels), TOKENS):
                 z = head.tile(rows, columns, *wide).sub_(lse[rows, None]).clamp_(min=_LEAST)
                 p = z.exp()
                 z.add_(entropy[rows, None]).mul_(of_entropy[rows]).add_(of_logprobs[rows]).mul_(p).neg_()
@@ -126,22 +125,30 @@ def _backward(
                 z.scatter_add_(1, place, of_logprobs[rows] * inside[:, None])
                 z.masked_fill_(ignored[rows, None], 0).div_(temperature)
                 if wide[0] is None:
-                    dx[rows, columns] = z
+                    of_x[rows, columns] = z
                     continue
                 if needs[0]:
-                    dx[rows] += z @ wide[0]
+                    of_x[rows] += z @ wide[0]
                 if needs[1] and sums[0] is not None:
-                    sums[0].addmm_(z.T, x[rows].to(head.kind))
+                    sums[0].addmm_(z.T, head.x[rows].to(head.kind))
                 if needs[2] and sums[1] is not None:
                     sums[1] += z.sum(0)
             for gradient, part, needed in zip((dw, db), sums, needs[1:], strict=True):
                 if needed and part is not None:
                     gradient[columns] = part
-    return [dx.to(x.dtype), dw, db]
+    return [dx.to(x.dtype) if needs[0] else dx, dw, db]
+
+
+def _zeros(like: Tensor | None, needed: bool, kind: torch.dtype | None) -> Tensor:
+    """Return a gradient to add to; without a tensor that needs one an empty one."""
+    if like is None or not needed:
+        return torch.zeros(0, device="cpu")
+    return torch.zeros(like.shape, dtype=kind or like.dtype, device=like.device)
 
 
 def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, *_: Any) -> list[Tensor]:
-    return [x.new_empty(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(3)]
+    kind = torch.promote_types(x.dtype, torch.float32)
+    return [x.new_empty(shape, dtype=kind) for shape in (labels.shape, labels.shape, (labels.numel(),))]
 
 
 def _fake_backward(
@@ -149,7 +156,7 @@ def _fake_backward(
 ) -> list[Tensor]:
     needs = rest[-1]
     return [
-        y.new_empty(y.shape if needed else (0,)) if y is not None else x.new_empty((0,))
+        torch.empty(0, device="cpu") if y is None or not needed else y.new_empty(y.shape)
         for y, needed in zip((x, weight, bias), needs, strict=True)
     ]
 
@@ -204,9 +211,9 @@ def token_logprobs_of(
     temperature: float,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `[T]` log-probabilities of labels `[T]`, and entropies: float32, or float64 if x is.
+    """Compute log-probabilities of labels `[B, S]`, and entropies: float32, or float64 if x is.
 
-    x: logits `[T, V]`, or hidden states `[T, D]` with a weight `[V, D]` and perhaps a bias `[V]`.
+    x: logits `[B, S, V]`, or hidden states `[B, S, D]` with a weight `[V, D]` and perhaps a bias `[V]`.
     """
     return cast(
         tuple[Tensor, Tensor],
