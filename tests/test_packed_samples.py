@@ -128,6 +128,7 @@ WRONG: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         ValueError,
         r"x is a list of lengths \[3, 3\]; expected \[2\], for each sample, or a list of tensors of",
     ),
+    "nothing": (lambda group: PackedSamples([3], group).pack(None), ValueError, "x is a NoneType; expected"),  # type: ignore[arg-type]
     "shape": (
         lambda group: PackedSamples(torch.ones(2, 5), group).pack(torch.ones(2, 4)),
         ValueError,

@@ -172,6 +172,10 @@ def check_in_one_process(rank: int, world: int, group: Group) -> None:
         (of_hidden,) = torch.autograd.grad(both(batch.hidden, batch.weight.detach())[0].sum(), batch.hidden)
         (of_weight,) = torch.autograd.grad(both(batch.hidden.detach(), batch.weight)[0].sum(), batch.weight)
         assert of_hidden.equal(gradients[0]) and of_weight.equal(gradients[1])
+        with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
+            torch.autograd.grad(both(*leaves)[0].sum(), leaves, create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"none under torch\.func"):
+            torch.func.grad(lambda x: both(x, batch.weight)[0].sum())(batch.hidden)
         narrow = batch.hidden.detach().float(), batch.weight.detach().float()
         with torch.autocast("cpu", torch.bfloat16):
             assert both(*narrow)[0].equal(spar.token_logprobs(narrow, batch.labels, layout)[0])
@@ -257,6 +261,11 @@ WRONG: dict[str, tuple[Callable[[Batch, spar.SequenceLayout], Any], type[Excepti
         lambda b, layout: (b.logits()[:, layout.index()], b.labels[:, layout.index()].float()),
         TypeError,
         "labels is a tensor of torch.float32; expected a tensor of ints",
+    ),
+    "a mask as labels": (
+        lambda b, layout: (b.logits()[:, layout.index()], b.labels[:, layout.index()] != IGNORED),
+        TypeError,
+        "labels is a tensor of torch.bool; expected a tensor of ints",
     ),
     "weight transposed": (
         lambda b, layout: ((b.hidden[:, layout.index()], b.weight.T), b.labels[:, layout.index()]),

@@ -168,7 +168,7 @@ class PackedSamples:
                 raise self._error(x, expected + f"[{shape[0]}, {shape[1]}, ...], as the mask")
             x = x.flatten(0, 1)
         else:
-            if isinstance(x, Tensor) or list(map(len, x)) != self._lengths:
+            if not isinstance(x, (list, tuple)) or list(map(len, x)) != self._lengths:
                 raise self._error(x, expected + "a list of tensors of the samples' lengths")
             x = torch.cat(list(x))
         if x.requires_grad and torch.is_grad_enabled():

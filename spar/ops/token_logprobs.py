@@ -85,6 +85,8 @@ def token_logprobs(
         ValueError: shapes do not fit the layout or each other, or a label is not in the vocabulary. On a GPU
             such a label is a device-side assertion, as in torch's `cross_entropy`.
         TypeError: a tensor is of another type; also a weight that FSDP2 has sharded.
+        NotImplementedError: in forward mode or under torch.func.
+        RuntimeError: at backward, with create_graph=True: it cannot be differentiated again.
         MismatchError: with `gather`, calls differ between ranks, or one fails. Every rank raises.
     """
     check_type(_NAME, "layout", layout, SequenceLayout, "a SequenceLayout")
@@ -154,7 +156,8 @@ def _check_labels(
     call: Arguments, labels: Any, layout: SequenceLayout, ignore_index: int, vocabulary: int
 ) -> None:
     """Check that labels fit the logits, the layout and the vocabulary."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+    plain = isinstance(labels, Tensor) and labels.dtype != torch.bool
+    if not plain or labels.is_floating_point() or labels.is_complex():
         what = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise call.type_error("labels", what, "a tensor of ints")
     check_shard(call, call.input_name, call.input, layout)

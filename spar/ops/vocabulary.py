@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .._attention.ring import no_autocast
 from .._exchange.dispatch import library
+from .._exchange.watch import have_tangents, is_transformed
 
 TOKENS, COLUMNS = 1024, 4096  # of a tile: 16 MB in float32
 _LEAST = -1e4  # its exp is 0 in each dtype, and its product with 0 is not NaN
@@ -195,8 +197,12 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "token_logprobs: log-probabilities cannot be differentiated twice (create_graph=True); for "
+                "that compute them by torch.log_softmax from logits"
+            )
         needs = list(ctx.needs_input_grad[:3])
         found = torch.ops.spar.token_logprobs_backward(list(grads), *ctx.saved_tensors, *ctx.options, needs)
         gradients = [x if needed else None for x, needed in zip(found, needs, strict=True)]
@@ -215,6 +221,12 @@ def token_logprobs_of(
 
     x: logits `[B, S, V]`, or hidden states `[B, S, D]` with a weight `[V, D]` and perhaps a bias `[V]`.
     """
+    learned = [y for y in (x, weight, bias) if y is not None]
+    if is_transformed() or (forward_ad._current_level >= 0 and have_tangents(learned)):
+        raise NotImplementedError(
+            "token_logprobs: there is no forward-mode derivative, and none under torch.func; for that "
+            "compute log-probabilities by torch.log_softmax from logits"
+        )
     return cast(
         tuple[Tensor, Tensor],
         TokenLogprobs.apply(x, weight, bias, labels, temperature, ignore_index),  # type: ignore[no-untyped-call]
