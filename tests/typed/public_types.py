@@ -31,3 +31,14 @@ def exchanges(x: torch.Tensor, several: list[torch.Tensor]) -> None:
     assert_type(spar.mean_loss(x.sum(), 3), torch.Tensor)
     assert_type(spar.split_forward_gather_backward(x, None, 1), torch.Tensor)
     assert_type(spar.gather_forward_split_backward(x, None, 1), torch.Tensor)
+
+
+def logprobs(layout: spar.SequenceLayout, x: torch.Tensor, labels: torch.Tensor) -> None:
+    local = spar.token_logprobs((x, x), labels, layout)
+    assert_type(local, tuple[torch.Tensor, torch.Tensor])
+    whole, _ = spar.token_logprobs(x, labels, layout, gather="sequence", grad_scale="up")
+    assert_type(whole, torch.Tensor)
+    samples, _ = spar.token_logprobs(x, labels, layout, gather="samples")
+    assert_type(samples, list[torch.Tensor])
+    assert_type(spar.masked_mean(x, labels, layout, by="sample", total=4), torch.Tensor)
+    assert_type(spar.data.PackedSamples(labels, rows=2).shard(labels, shift=1), torch.Tensor)
