@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import Ranks
 from helpers import view_cases
 from helpers.view_cases import PAIRS, Inputs, compare, functions
@@ -220,7 +221,12 @@ BY_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "view": lambda x, n: x.view(x.size(0), n, -1, x.size(2))[:, 0].sum(1),
     "expand": lambda x, n: x[None].expand(n, -1, -1, -1).sum((0, 2)),
     "repeat": lambda x, n: x.repeat(1, n, 1).sum(1),
-    "pad": lambda x, n: torch.nn.functional.pad(x, (0, 0, n - 2, 0)).cumsum(1)[:, 3],
+    "pad": lambda x, n: F.pad(x, (0, 0, n - 2, 0)).cumsum(1)[:, 3],
+    "pad of rows": lambda x, n: F.pad(x.mT, (n - 1, 1)).cumsum(2)[:, :, 3],
+    "convolution": lambda x, n: F.conv1d(x.mT, x.new_ones(6, 6, 3), padding=(n - 1,), stride=(n,)).sum(2),
+    "upsampling": lambda x, n: F.interpolate(x.mT, size=(n * 6,)).cumsum(2)[:, :, 5],
+    "pixels": lambda x, n: F.pixel_unshuffle(x.repeat(1, 1, 2)[:, None], n).sum((1, 3)).cumsum(1)[:, 1],
+    "pool": lambda x, n: F.avg_pool1d(x.mT, (n,)).cumsum(2)[:, :, 1],
 }
 
 

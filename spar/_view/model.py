@@ -21,6 +21,7 @@ from .._group.registry import place_of
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
+from .images import shard_rows
 from .inputs import check_equal
 from .outside import MOST_EXCHANGES, again, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
@@ -53,8 +54,9 @@ def shard_model(
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
-            receives, if it is whole. None: the elements of each outermost ModuleList or Sequential that has
-            attention in it; of each ModuleList if none has.
+            receives, if it is whole. "": the model, such as one of convolutions, of whose images
+            `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each
+            outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
         method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
             over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
         strict: whether a function inside blocks that would run whole raises.
@@ -87,10 +89,12 @@ def sharded(
     method: str | None = None,
     strict: bool = False,
     around: Around = contextlib.nullcontext,
+    report: Report | None = None,
 ) -> Report:
     """Shard a model as `shard_model` does.
 
-    where: the caller, for messages. around: what is entered around each run of its code on parts.
+    where: the caller, for messages. around: what is entered around each run of its code on parts. report: of
+    another model, to which this one's is added.
     """
     check_module(model, where)
     if is_sharded(model):
@@ -105,6 +109,7 @@ def sharded(
     state = _state_of(real, where) if method == "hybrid" else None
     parts = Parts(real, place.world, place.rank, None if state else method, state)
     view = View(parts, strict, around)
+    view.report = view.report if report is None else report
     vars(model)[_STATE] = _Sharded(model, view, found)
     return view.report
 
@@ -159,7 +164,8 @@ def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) 
     found: dict[str, torch.nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         depth = pattern.count(".")
-        names = [n for n in modules if n and n.count(".") == depth and fnmatch.fnmatchcase(n, pattern)]
+        names = [n for n in modules if n.count(".") == depth and fnmatch.fnmatchcase(n, pattern)]
+        names = [n for n in names if n or not pattern]
         if not names:
             known = ", ".join([name for name in modules if name][:8])
             raise ValueError(f"{where}: blocks has {pattern!r}; expected names of modules, such as {known}")
@@ -192,12 +198,13 @@ class _Sharded:
     def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
         self.model, self.view = model, view
         self.compared = False  # whether the ranks' inputs were, in the first forward
+        inner = [block for block in blocks.values() if block is not model]
+        self.shards = _Shards(self, model) if len(inner) < len(blocks) else None  # if the model is a block
         self.hooks = [
-            block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True)
-            for block in blocks.values()
+            block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True) for block in inner
         ]
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
-        for module in blocks.values():
+        for module in inner:
             self._replace(module, _BlockForward)
         self._replace(model, _ModelForward)
 
@@ -276,13 +283,27 @@ class _ModelForward(_Forward):
                     check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)
                     sharded.compared = True
                 with intercepted(view), view.forward():
-                    output = self.own(*args, **kwargs)
+                    output = self._in_view(args, kwargs)
                 output = view.gather(output)
             except BaseException:
                 call.device = view.parts.device.type
                 raise
         self._warn()
         return output
+
+    def _in_view(self, args: Any, kwargs: Any) -> Any:
+        """Call the model's own forward, with its inputs sharded if the model is a block."""
+        shards, view, model = self.sharded.shards, self.sharded.view, self.sharded.model
+        if shards is None:
+            return self.own(*args, **kwargs)
+        with without_view():
+            found = shard_rows(view, model, args, kwargs)
+        args, kwargs = found or shards(model, args, kwargs)
+        view.blocks += 1
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            view.blocks -= 1
 
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined] # it calls what is disabled in depth
 

@@ -38,13 +38,16 @@ def _plan(own: Part, wanted: Part, start: int) -> Plan:
 
 def _runs(part: Part, rank: int) -> list[Piece]:
     """Return the runs of a whole dim that a rank holds, in order."""
-    found: list[Piece] = []
+    before, after = part.padding
+    found = [Piece(0, before, 0)] if before and rank == 0 else []
     for outer in range(part.outer):
         at = outer * part.tokens
         for length in part.lengths:
             for start, size in part.parts.runs(length, rank):
-                found.append(Piece((at + start) * part.inner, size * part.inner, 0))
+                found.append(Piece(before + (at + start) * part.inner, size * part.inner, 0))
             at += length
+    if after and rank == part.last:
+        found.append(Piece(part.whole - after, after, 0))
     return found
 
 

@@ -29,11 +29,13 @@ class Part:
 
     The dim is (outer, tokens, inner), flattened. Its tokens are those of one or several sequences that were
     joined, each of which lies on the ranks by the layout of `Parts`, which makes each part once: equal parts
-    are the same object.
+    are the same object. A dim that is one run on each rank may be padded: the first rank has rows before it,
+    and the last that has tokens rows behind it.
 
     Attributes:
         dim: the dim, counted from the first.
         lengths: of the sequences.
+        padding: the rows before and behind the tokens.
         runs: where this rank's runs of tokens begin, and how many they are.
         whole, local: the dim's size in the whole tensor, and on this rank.
     """
@@ -47,20 +49,29 @@ class Part:
         "lengths",
         "local",
         "outer",
+        "padding",
         "parts",
         "runs",
         "whole",
     )
 
-    def __init__(self, parts: Parts, dim: int, lengths: tuple[int, ...], outer: int, inner: int) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        dim: int,
+        lengths: tuple[int, ...],
+        outer: int,
+        inner: int,
+        padding: tuple[int, int],
+    ) -> None:
         self.parts = parts
-        self.dim, self.lengths, self.outer, self.inner = dim, lengths, outer, inner
+        self.dim, self.lengths, self.outer, self.inner, self.padding = dim, lengths, outer, inner, padding
         self.runs: list[tuple[int, int]] = []
         for at, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             self.runs += [(at + start, size) for start, size in parts.runs(length)]
         self.held = sum(size for _, size in self.runs)
-        self.whole = outer * sum(lengths) * inner
-        self.local = outer * self.held * inner
+        self.whole = outer * sum(lengths) * inner + sum(padding)
+        self.local = outer * self.held * inner + self._padded(parts.rank)
         self._shards: dict[tuple[int, ...], Shard] = {}
 
     @property
@@ -70,7 +81,36 @@ class Part:
     @property
     def is_plain(self) -> bool:
         """Whether the dim has tokens and nothing else."""
-        return self.outer == self.inner == 1
+        return self.outer == self.inner == 1 and not self.is_padded
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padding != (0, 0)
+
+    @property
+    def last(self) -> int:
+        """The last rank that has tokens, if each has one run of them."""
+        return max(0, min(self.tokens, self.parts.world) - 1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The dim's size on each rank."""
+        ranks = range(self.parts.world)
+        return tuple(
+            [self.outer * self.parts.held(self.lengths, r) * self.inner + self._padded(r) for r in ranks]
+        )
+
+    def _padded(self, rank: int) -> int:
+        """Return how many rows of padding a rank has."""
+        before, after = self.padding
+        return before * (rank == 0) + after * (rank == self.last)
+
+    @property
+    def rows(self) -> SequenceLayout | None:
+        """How the dim's rows lie on the ranks, in one run on each; None if they do not."""
+        if self.outer > 1 or len(self.lengths) > 1 or self.parts.state is not None:
+            return None
+        return SequenceLayout("local", self.sizes, self.parts.group)
 
     @property
     def plain(self) -> Part:
@@ -80,7 +120,9 @@ class Part:
 
     def at(self, dim: int) -> Part:
         """Return the same part of another dim."""
-        return self if dim == self.dim else self.parts.part(dim, self.lengths, self.outer, self.inner)
+        if dim == self.dim:
+            return self
+        return self.parts.part(dim, self.lengths, self.outer, self.inner, self.padding)
 
     def of(self, lengths: tuple[int, ...]) -> Part:
         """Return the part of other sequences in the same dim."""
@@ -88,6 +130,11 @@ class Part:
 
     def repeated(self, outer: int, inner: int) -> Part:
         return self.parts.part(self.dim, self.lengths, self.outer * outer, self.inner * inner)
+
+    def padded(self, before: int, after: int) -> Part:
+        """Return the part with more rows before and behind the tokens."""
+        padding = self.padding[0] + before, self.padding[1] + after
+        return self.parts.part(self.dim, self.lengths, self.outer, self.inner, padding)
 
     def shard(self, local: Sequence[int]) -> Shard:
         """Return what a tensor of a local shape is."""
@@ -112,6 +159,7 @@ class Part:
 
     def __repr__(self) -> str:
         around = "" if self.is_plain else f", outer={self.outer}, inner={self.inner}"
+        around += f", padding={self.padding}" if self.is_padded else ""
         return f"Part(dim={self.dim}, lengths={list(self.lengths)}{around})"
 
 
@@ -149,8 +197,15 @@ class Parts:
         self._layouts.clear()
         self.moves.clear()
 
-    def part(self, dim: int, lengths: tuple[int, ...], outer: int = 1, inner: int = 1) -> Part:
-        key = dim, lengths, outer, inner
+    def part(
+        self,
+        dim: int,
+        lengths: tuple[int, ...],
+        outer: int = 1,
+        inner: int = 1,
+        padding: tuple[int, int] = (0, 0),
+    ) -> Part:
+        key = dim, lengths, outer, inner, padding
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = Part(self, *key)
@@ -175,8 +230,9 @@ class Parts:
         layout, rank = numbers_of(self.layout((length,)), 0), self.rank if rank is None else rank
         return [(run.start, run.size) for run in pieces(layout, self.world, rank)]
 
-    def held(self, lengths: tuple[int, ...]) -> int:
-        return sum(size for length in lengths for _, size in self.runs(length))
+    def held(self, lengths: tuple[int, ...], rank: int | None = None) -> int:
+        """Return how many tokens of sequences a rank has; by default this rank."""
+        return sum(size for length in lengths for _, size in self.runs(length, rank))
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Keep this rank's part of a whole tensor: a view where it is one run of tokens.
@@ -185,6 +241,8 @@ class Parts:
         if the gradients of parts are those of the sum of all ranks' losses.
         """
         dim, flat = part.dim, x
+        if part.is_padded:
+            return mark(x.narrow(dim, sum(part.sizes[: self.rank]), part.local), part)
         if not part.is_plain:
             flat, dim = x.unflatten(dim, (part.outer, part.tokens, part.inner)), dim + 1
         kept = [flat.narrow(dim, start, size) for start, size in part.runs or [(0, 0)]]
@@ -198,6 +256,9 @@ class Parts:
             return x
         if part.is_plain:
             return self._gathered(x, part.lengths, part.dim)
+        rows = part.rows
+        if rows is not None:
+            return rows.all_gather(x, part.dim)
         flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))
         return self._gathered(flat, part.lengths, part.dim + 1).flatten(part.dim, part.dim + 2)
 

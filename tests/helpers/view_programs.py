@@ -135,6 +135,31 @@ def _reduce(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     )()
 
 
+def _convolve(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
+    """Convolve the last dim of each channel, with padding of its own or in front of it."""
+    if x.dim() != 3 or x.size(-1) < 4:
+        return x.cos()
+    channels, span = x.size(1), rng.choice([1, 2, 3, 5])
+    weight = torch.linspace(-1, 1, channels * span, dtype=x.dtype).view(channels, 1, span)
+    if rng.random() < 0.5:
+        return F.conv1d(x, weight, padding=span // 2, stride=rng.choice([1, 1, 2]), groups=channels)
+    mode = rng.choice(["constant", "replicate", "reflect"])
+    return F.conv1d(F.pad(x, (span // 2, (span - 1) // 2), mode=mode), weight, groups=channels)
+
+
+def _resample(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
+    if x.dim() != 3 or x.size(-1) < 2:
+        return x.sigmoid()
+    return rng.choice(
+        [
+            lambda: F.interpolate(x, scale_factor=2.0, mode=rng.choice(["nearest", "nearest-exact"])),
+            lambda: F.avg_pool1d(x, 2),
+            lambda: F.group_norm(x, 1) if x[0].numel() > 1 else x,
+            lambda: F.instance_norm(x),
+        ]
+    )()
+
+
 STEPS: list[Step] = [
     _reshape,
     _reshape,
@@ -159,6 +184,8 @@ STEPS: list[Step] = [
     lambda rng, x, y: x * torch.linspace(0, 1, x.size(-1), dtype=x.dtype),
     lambda rng, x, y: torch.where(x > 0, x, x * 0.1),
     lambda rng, x, y: F.pad(x, (1, 0)),
+    _convolve,
+    _resample,
 ]
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..._attention.attention import attention
 from ...random import rank_seed
 from ..call import FunctionCall, Plan, moves_to, rule
-from ..part import Part, Parts, part_of, whole_numel, whole_shape
+from ..moving import moved
+from ..part import Part, Parts, mark, part_of, whole_numel, whole_shape
 from .pointwise import aligned
 from .products import shared, work
 
@@ -43,7 +44,18 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
         part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
         return _of_samples(call, asked, part)
-    return _of_tokens(call, asked, part.plain) if part.dim == dims - 2 else None
+    plan = _of_tokens(call, asked, part.plain) if part.dim == dims - 2 else None
+    return plan if plan is None or part is part.plain else _moved_back(plan, part)
+
+
+def _moved_back(plan: Plan, part: Part) -> Plan:
+    """Let the result be the queries' part, as what it is added to is."""
+    run = plan.run
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return moved(mark(run(*args, **kwargs), part.plain), part)
+
+    return plan._replace(part=part, run=attend)
 
 
 def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:

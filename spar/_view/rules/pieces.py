@@ -255,18 +255,6 @@ def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan |
     return Plan(call.parts.part(dim, tuple(lengths)), moves_to(call, wanted))
 
 
-@rule("pad")
-def pad(call: FunctionCall) -> Plan | None:
-    x, part = call.input, call.part
-    if part is None:
-        return None
-    padding = call.get(1, "pad", default=())
-    if not are_ints(padding):
-        return None
-    padded = {x.dim() - 1 - i // 2 for i, size in enumerate(padding) if size}
-    return None if part.dim in padded else Plan(part)
-
-
 @rule("roll")
 def roll(call: FunctionCall) -> Plan | None:
     part, dim = call.part, call.get(2, "dims")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products, convolutions, norms and embeddings: of other dims than the tokens, or summed over ranks."""
+"""Products, norms and embeddings: of other dims than the tokens, or summed over ranks."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
@@ -136,12 +135,6 @@ def norm(call: FunctionCall) -> Plan | None:
     return Plan(part)
 
 
-@rule("group_norm instance_norm")
-def norm_of_samples(call: FunctionCall) -> Plan | None:
-    part = call.part
-    return None if part is None or part.dim != 0 or call.get(1, "running_mean") is not None else Plan(part)
-
-
 @rule("embedding")
 def embedding(call: FunctionCall) -> Plan | None:
     index, weight = call.input, call.get(1, "weight")
@@ -149,59 +142,3 @@ def embedding(call: FunctionCall) -> Plan | None:
     if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", default=False):
         return None  # of all tokens
     return None if part is None or part_of(weight) is not None else Plan(part)
-
-
-@rule("conv1d conv2d conv3d")
-def convolution(call: FunctionCall) -> Plan | None:
-    """Convolve samples, or positions one by one."""
-    x, weight, part = call.input, call.get(1, "weight"), call.part
-    if part is None or x.dim() != weight.dim() or any(part_of(t) is not None for t in call.tensors[1:]):
-        return None
-    plain = all(size == 1 for size in weight.shape[2:]) and all(
-        _all(call.get(at, name, default=value), value)
-        for at, name, value in ((3, "stride", 1), (4, "padding", 0))
-    )
-    if part.dim == 1:
-        return None
-    if part.dim > 1 and not plain:
-        return _with_halo(call, x, weight, part.parts.part(part.dim, (part.whole,)))
-    local = x.numel() // max(x.size(1), 1) * weight.numel()
-    return Plan(part, work=work(local, x, part))
-
-
-def _with_halo(call: FunctionCall, x: Tensor, weight: Tensor, part: Part) -> Plan | None:
-    """Convolve rows with those of other ranks around them, if the result has as many."""
-    at, dims = part.dim - 2, x.dim() - 2
-    stride, padding, dilation, groups = [
-        call.get(place, name, default=default)
-        for place, name, default in (
-            (3, "stride", 1),
-            (4, "padding", 0),
-            (5, "dilation", 1),
-            (6, "groups", 1),
-        )
-    ]
-    if isinstance(padding, str) or part.whole < part.parts.world or part.parts.state is not None:
-        return None
-    strides, sides, steps = [
-        list(value) * (dims // len(value)) if isinstance(value, (tuple, list)) else [value] * dims
-        for value in (stride, padding, dilation)
-    ]
-    side = sides[at]
-    if strides[at] != 1 or 2 * side != steps[at] * (weight.size(part.dim) - 1):
-        return None
-    sides[at] = 0
-    layout, function = part.parts.layout(part.lengths), call.function
-
-    def run(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        rows = layout.halo(input, side, part.dim, side)
-        out: Tensor = function(rows, weight, bias, strides, sides, steps, groups)
-        return out
-
-    whole = prod([size for dim, size in enumerate(whole_shape(x)) if dim != 1]) * weight.numel()
-    work = shared(whole // prod(strides), part)
-    return Plan(part, moves_to(call, [(x, part)]), run=run, work=work)
-
-
-def _all(value: Any, wanted: int) -> bool:
-    return all(each == wanted for each in value) if isinstance(value, (tuple, list)) else value == wanted

@@ -20,6 +20,12 @@ def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list
     """Return the local sizes and the part of a tensor of a new shape; None if it cuts the tokens up."""
     sizes = _inferred(list(new), prod(shape))
     before = prod(shape[: part.dim]) * part.outer  # rows of tokens in front
+    if part.is_padded:
+        dims = [d for d, size in enumerate(sizes) if size == part.whole and prod(sizes[:d]) == before]
+        if not dims:
+            return None
+        sizes[dims[0]] = part.local
+        return sizes, part.at(dims[0])
     best: tuple[int, int, int, int] | None = None
     front = 1
     for dim, size in enumerate(sizes):
@@ -171,6 +177,8 @@ def repeat(call: FunctionCall) -> Plan | None:
         return None
     times = [1] * (x.dim() - len(times)) + times
     dim = part.dim + len(times) - x.dim()
+    if part.is_padded and times[dim] != 1:
+        return None
     return Plan(part.at(dim).repeated(times[dim], 1))
 
 
@@ -179,4 +187,6 @@ def repeat_interleave(call: FunctionCall) -> Plan | None:
     part, times, dim = call.part, call.get(1, "repeats"), call.get(2, "dim")
     if part is None or not isinstance(times, int) or dim is None:
         return None
-    return Plan(part.repeated(1, times) if call.dims(call.input, dim) == [part.dim] else part)
+    if call.dims(call.input, dim) != [part.dim]:
+        return Plan(part)
+    return None if part.is_padded else Plan(part.repeated(1, times))
