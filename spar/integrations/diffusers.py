@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run and train a stock diffusion transformer of diffusers over a sequence that is sharded over ranks."""
+"""Shard stock transformers of diffusers over the sequence, and autoencoders over rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from .._control.agreement import is_reported
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
+from .._view.images import has_convolutions
 from .._view.inputs import check_equal
 from .._view.model import check_module, is_sharded, sharded, unsharded
 from .._view.report import Report
@@ -25,6 +26,7 @@ from ._diffusers.sequences import TEXT, Sequences
 
 __all__ = ["disable", "enable"]
 
+_WHERE = "diffusers.enable"
 _STATE = "_spar_sharded"  # the attribute of a model that is enabled
 _PROCESSOR = "processor"  # the attribute of an attention module
 _ABSENT = object()  # the value of an attribute that an object lacks
@@ -39,15 +41,20 @@ def enable(
     method: str | None = None,
     strict: bool = False,
 ) -> Report | None:
-    """Shard the sequence of a diffusers transformer over the ranks of a group, in each later forward.
+    """Shard the sequence of a transformer of diffusers, or an autoencoder's rows, over the ranks of a group.
+
+    From then on, in each forward, `decode` and `encode`.
 
     Every rank calls the model with the same whole inputs and receives the whole output, of the type that the
-    model returns. Inside, each rank has its part of the tokens, by `cal_split_sizes`; attention is exact.
+    model returns. Inside, each rank has its part of the tokens, by `cal_split_sizes`; attention is exact. Of
+    an autoencoder each rank has rows of the image in the decoder and in the encoder, with those of its
+    neighbours around them where a convolution needs them: there are no seams.
     Compute the same loss on all ranks, and average the gradients of parameters over them, as DDP and FSDP2
     do: they are then those of one process. Does not communicate.
 
     Args:
-        model: the transformer itself, `pipe.transformer`, not a wrapper of it. It is changed in place.
+        model: the transformer itself, `pipe.transformer`, or `pipe.vae`, not a wrapper. It is changed in
+            place.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
         plan: None for any class: `spar.shard_model` shards it. Models under torch.compile need a plan, of
@@ -64,10 +71,11 @@ def enable(
 
     Raises:
         ImportError: diffusers is not installed, or its version lacks a name that spar uses.
-        ValueError: the model is enabled already, or the plan does not match it. The model is unchanged.
+        ValueError: the model is enabled already, the plan does not match it, or it is an autoencoder whose
+            decoder or encoder has no 2-D or 3-D convolutions, as of sound. The model is unchanged.
         TypeError: an argument is of another type.
     """
-    where = "diffusers.enable"
+    where = _WHERE
     names = load()
     check_module(model, where)
     if _STATE in vars(model) or is_sharded(model):
@@ -76,9 +84,16 @@ def enable(
         raise ValueError(
             f"{where}: diffusers' own enable_parallelism was called; expected a model without it"
         )
+    coders = _coders(model)
     if plan is None:
         around = functools.partial(kernels_of_parts, names)
-        return sharded(model, group, where, method=method, strict=strict, around=around)
+        options: dict[str, Any] = {"method": method, "strict": strict, "around": around}
+        if not coders:
+            return sharded(model, group, where, **options)
+        vars(model)[_STATE] = made = _ShardedCoders(coders, group, options)
+        return made.report
+    if coders:
+        raise ValueError(f"{where}: plan is {plan!r:.200}; expected None for {type(model).__name__}")
     if method is not None or strict:
         raise ValueError(f"{where}: method is {method!r} and strict {strict}; expected neither with a plan")
     rules = rules_of(model, default_plan(model) if plan == "default" else plan, names)
@@ -103,6 +118,47 @@ def disable(model: torch.nn.Module) -> None:
             model._reset_stateful_cache()  # type: ignore[operator] # it holds parts
     else:
         raise ValueError("diffusers.disable: the model is not enabled; expected one that enable changed")
+
+
+def _coders(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the decoder and the encoder of an autoencoder, which its `decode` and `encode` call.
+
+    A transformer has none. Raises for an autoencoder without a decoder of images.
+    """
+    if not callable(getattr(model, "decode", None)):
+        return []
+    found = {name: getattr(model, name, None) for name in ("decoder", "encoder")}
+    coders = {name: coder for name, coder in found.items() if isinstance(coder, torch.nn.Module)}
+    convolved = {name for name, coder in coders.items() if has_convolutions(coder)}
+    if "decoder" not in convolved or len(convolved) < len(coders):
+        lacking = next(name for name in found if name not in convolved)
+        raise ValueError(
+            f"{_WHERE}: {type(model).__name__} has no {lacking} of 2-D or 3-D convolutions, whose rows "
+            "could be sharded; expected an autoencoder of images or videos"
+        )
+    return [*coders.values()]
+
+
+class _ShardedCoders:
+    """What `enable` changed in an autoencoder."""
+
+    def __init__(self, coders: list[torch.nn.Module], group: Group, options: dict[str, Any]) -> None:
+        if options["method"] == "hybrid":
+            raise ValueError(f'{_WHERE}: method is "hybrid"; expected another for an autoencoder, of rows')
+        self.report: Report | None = None
+        self.coders = coders
+        for coder in coders:
+            check_module(coder, _WHERE)
+            if is_sharded(coder):
+                raise ValueError(
+                    f"{_WHERE}: the model's {type(coder).__name__} is sharded already; undo that"
+                )
+        for coder in coders:
+            self.report = sharded(coder, group, _WHERE, blocks=[""], report=self.report, **options)
+
+    def remove(self) -> None:
+        for coder in self.coders:
+            unsharded(coder, "diffusers.disable")
 
 
 def _attention_modules(model: torch.nn.Module, names: Names) -> dict[str, torch.nn.Module]:
