@@ -25,7 +25,7 @@ from ._exchange.layouts import (
     Args,
     Layout,
     extent,
-    packed_index,
+    listed_index,
     pair,
     pieces,
     select,
@@ -166,7 +166,7 @@ class SequenceLayout:
         """Return the place in the sequence of each token of this rank: int64 `[S_local]`, on the CPU."""
         place, layout = place_of(self.group), numbers_of(self, 0)
         if self.kind in ("packed", "joint"):
-            return packed_index(layout, place.world, place.rank)
+            return listed_index(layout, place.world, place.rank)
         part = select(torch.arange(self.total, device="cpu"), layout, place.world, place.rank)
         return cast(torch.Tensor, part).contiguous()
 

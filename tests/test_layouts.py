@@ -308,13 +308,15 @@ def test_layouts_in_python_match_the_owners(kind: str) -> None:
             assert layouts.extent(layout, world, rank) == len(own), layout
             runs = layouts.pieces(layout, world, rank)
             assert [index for start, size, _ in runs for index in range(start, start + size)] == own, layout
+            assert layouts.shards(layout, world)[rank] == runs
             part = layouts.select(torch.arange(total), layout, world, rank)
-            assert part is None or part.tolist() == own, layout
+            part = layouts.listed_index(layout, world, rank) if part is None else part
+            assert part.tolist() == own, layout
 
 
 def test_packed_split_by_index_select() -> None:
     """Devices whose memory C cannot access use index_select."""
-    from spar._exchange.layouts import packed as packed_layout, packed_index
+    from spar._exchange.layouts import listed_index, packed as packed_layout
 
     for ring in (1, 2, 3):
         for inner in (1, 2, 3):
@@ -326,4 +328,4 @@ def test_packed_split_by_index_select() -> None:
                     expected = [i for i, owner in enumerate(owners) if owner == rank]
                     for numbers in (lengths, flat):
                         layout = packed_layout(0, len(lengths), numbers, inner)
-                        assert packed_index(layout, ring * inner, rank).tolist() == expected
+                        assert listed_index(layout, ring * inner, rank).tolist() == expected

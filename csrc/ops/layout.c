@@ -223,6 +223,55 @@ static spar_status read_sizes(spar_layout *layout, const int64_t *sizes, int64_t
     return cut(layout, total, sizes, (int)shift);
 }
 
+/* Returns the sum of sizes; -1 if one is negative, or the sum is above 2^63 - 1. */
+static int64_t checked_sum(const int64_t *sizes, int64_t count, int step)
+{
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (sizes[i * step] < 0 || __builtin_add_overflow(total, sizes[i * step], &total))
+            return -1;
+    return total;
+}
+
+/* Reads runs of documents, listed in the order of the whole. Their ranks, and the sums for readers that do
+ * not add them up, must agree with the runs. */
+static spar_status read_runs(spar_layout *layout, const int64_t *numbers, int64_t count)
+{
+    int world = layout->world;
+    int64_t documents = numbers[0], rest = count - 1 - world;
+    if (documents < 0 || documents > rest || (rest - documents) % 2)
+        return spar_fail(
+            SPAR_INVALID,
+            "%lld numbers for %lld documents on %d ranks; expected a length of each, a rank and a "
+            "size of each run, and a size of each rank",
+            (long long)count, (long long)documents, world);
+    const int64_t *runs = numbers + 1 + documents, *sizes = numbers + count - world;
+    int64_t most = (rest - documents) / 2, total = checked_sum(runs + 1, most, 2);
+    if (total < 0 || checked_sum(numbers + 1, documents, 1) != total)
+        return spar_fail(SPAR_INVALID,
+                         "runs of %lld; expected sizes of at least 0 that are together as long "
+                         "as the documents, below 2^63",
+                         (long long)total);
+    for (int64_t i = 0; i < most; i++)
+        if (runs[2 * i] < 0 || runs[2 * i] >= world)
+            return spar_fail(SPAR_INVALID, "a run on rank %lld; expected 0 to %d", (long long)runs[2 * i],
+                             world - 1);
+    SPAR_TRY(start(layout, total, world, most));
+    for (int rank = 0; rank < world; rank++) {
+        add(layout, rank, 0, 0);
+        for (int64_t i = 0, at = 0; i < most; at += runs[2 * i++ + 1])
+            if (runs[2 * i] == rank)
+                add(layout, rank, at, runs[2 * i + 1]);
+        int64_t held = spar_layout_extent(layout, rank);
+        if (held != sizes[rank]) {
+            spar_layout_free(layout);
+            return spar_fail(SPAR_INVALID, "runs of %lld on rank %d; expected its size, %lld",
+                             (long long)held, rank, (long long)sizes[rank]);
+        }
+    }
+    return SPAR_OK;
+}
+
 spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_t count, int ndim, int world)
 {
     int64_t dim = count ? numbers[0] : -1, kind = count > 1 ? numbers[1] : -1;
@@ -239,13 +288,15 @@ spar_status spar_layout_read(spar_layout *layout, const int64_t *numbers, int64_
         return read_sizes(layout, numbers, count, 0);
     if (kind == SPAR_ROTATED && count >= 1)
         return read_sizes(layout, numbers + 1, count - 1, numbers[0]);
+    if (kind == SPAR_RUNS && count >= 1)
+        return read_runs(layout, numbers, count);
     if ((kind == SPAR_ZIGZAG && count == 2) || (kind == SPAR_PACKED && count >= 2))
         return read_refined(layout);
     if (kind != SPAR_EVEN || count != 1)
         return spar_fail(
             SPAR_INVALID,
             "a layout of kind %lld has %lld numbers; expected kind 0 with 1, 1 with a size for each "
-            "rank, 2 with 2, 3 with 2 or more, or 4 with a shift and a size for each rank",
+            "rank, 2 with 2, 3 with 2 or more, 4 with a shift and a size for each rank, or 5 with 1 or more",
             (long long)kind, (long long)(count > 0 ? count : 0));
     SPAR_TRY(check_total(numbers[0]));
     return cut(layout, numbers[0], NULL, 0);
@@ -290,6 +341,9 @@ void spar_layout_describe(const spar_layout *layout, char *text, size_t size)
     } else if (layout->kind == SPAR_PACKED) {
         spar_append(text, size, "packed ");
         put_numbers(text, size, numbers + 2, layout->count - 2, inner);
+    } else if (layout->kind == SPAR_RUNS) {
+        spar_append(text, size, "runs ");
+        put_numbers(text, size, numbers, layout->count, "");
     } else if (layout->kind == SPAR_ROTATED) {
         spar_append(text, size, "rotated by %lld", (long long)numbers[0]);
     }

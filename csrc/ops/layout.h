@@ -37,6 +37,7 @@ enum {
     SPAR_ZIGZAG,  /* inner, total: rank r of R holds chunks r and 2R - 1 - r of 2R chunks by the size rule */
     SPAR_PACKED,  /* inner, sequences, and the length of each, or [R][sequences] each rank's extent of each */
     SPAR_ROTATED, /* shift, the size of each chunk: rank r holds chunk r - shift, counted round */
+    SPAR_RUNS,    /* documents, the length of each, rank and size of each run in order, each rank's size */
 };
 
 /* Reads a layout of a tensor with `ndim` dims: [-1] if every rank holds the whole, else [dim, kind,

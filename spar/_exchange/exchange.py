@@ -30,7 +30,7 @@ from .._transports.dtypes import (
     copy_items,
 )
 from .dispatch import SCHEMA, chained_exchange, flattened, implement, number_of_newest, unflattened
-from .layouts import PACKED, ZIGZAG, Args, moved_back, out_shape, packed_index, select, shards_pair, swapped
+from .layouts import LISTED, ZIGZAG, Args, listed_index, moved_back, out_shape, select, shards_pair, swapped
 from .watch import _dispatch_modes, _functorch_transforms
 
 Tensors = Sequence[torch.Tensor]
@@ -253,7 +253,7 @@ class Exchange:
     def _select(self, x: torch.Tensor, args: Args) -> torch.Tensor:
         """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""
         group, (factor, divide), kind, is_cpu = self.group, self.scale, args[3], x.is_cpu
-        if kind != PACKED and not (is_cpu and (kind == ZIGZAG or factor != 1.0)):
+        if kind not in LISTED and not (is_cpu and (kind == ZIGZAG or factor != 1.0)):
             part = cast(torch.Tensor, select(x, args[2:], group.world, group.rank))
             if factor == 1.0 and part.is_contiguous():
                 return part
@@ -263,7 +263,7 @@ class Exchange:
         if negates:  # of other dtypes torch is not asked: it releases the GIL
             x = x.resolve_conj().resolve_neg()
         if not is_cpu:
-            index = packed_index(args[2:], group.world, group.rank).to(x.device)
+            index = listed_index(args[2:], group.world, group.rank).to(x.device)
             return scaled(x.index_select(args[2], index), factor, divide)
         core = self.selections.get((args, x.dtype))
         if core is None:

@@ -18,7 +18,8 @@ Args = tuple[int, ...]
 Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)
 
 WHOLE: Layout = (-1,)  # every rank holds the whole tensor
-EVEN, SIZES, ZIGZAG, PACKED, ROTATED = range(5)
+EVEN, SIZES, ZIGZAG, PACKED, ROTATED, RUNS = range(6)
+LISTED = PACKED, RUNS  # kinds of any number of pieces on a rank, too many to trace
 
 
 def even(dim: int, total: int) -> Layout:
@@ -103,6 +104,8 @@ def total_of(layout: Layout) -> int:
     _, kind, *numbers = layout
     if kind in (EVEN, ZIGZAG):
         return numbers[-1]
+    if kind == RUNS:
+        return sum(numbers[1 : 1 + numbers[0]])
     return sum(numbers[2 if kind == PACKED else 1 if kind == ROTATED else 0 :])
 
 
@@ -115,6 +118,8 @@ def extent(layout: Layout, world: int, rank: int) -> int:
         return numbers[rank]
     if kind == ROTATED:
         return numbers[1 + (rank - numbers[0]) % world]
+    if kind == RUNS:
+        return numbers[rank - world]
     inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
         chunks = 2 * outer
@@ -154,6 +159,8 @@ def pieces(layout: Layout, world: int, rank: int) -> list[Piece]:
         chunk = rank if kind == SIZES else (rank - numbers[0]) % world
         sizes = numbers[-world:]
         return [Piece(sum(sizes[:chunk]), sizes[chunk], 0)]
+    if kind == RUNS:
+        return _listed_pieces(numbers, world)[rank]
     inner, outer, part, ring = _levels(numbers[0], world, rank)
     if kind == ZIGZAG:
         total, chunks = numbers[1], 2 * outer
@@ -164,6 +171,28 @@ def pieces(layout: Layout, world: int, rank: int) -> list[Piece]:
     else:
         runs = _packed_pieces(layout, outer, ring)
     return runs if inner == 1 else _cut(runs, inner, part)
+
+
+def shards(layout: Layout, world: int) -> list[list[Piece]]:
+    """Return the `pieces` of each rank."""
+    if layout[1] == RUNS:
+        return _listed_pieces(layout[2:], world)
+    return [pieces(layout, world, rank) for rank in range(world)]
+
+
+def _listed_pieces(numbers: Sequence[int], world: int) -> list[list[Piece]]:
+    """Return the runs of each rank."""
+    first = 1 + numbers[0]
+    lengths, runs = numbers[1:first], numbers[first : len(numbers) - world]
+    found: list[list[Piece]] = [[] for _ in range(world)]
+    document, start, end = 0, 0, sum(lengths[:1])
+    for rank, size in zip(runs[::2], runs[1::2], strict=True):
+        while start >= end and document < len(lengths) - 1:
+            document += 1
+            end += lengths[document]
+        found[rank].append(Piece(start, size, document))
+        start += size
+    return found
 
 
 def _packed_pieces(layout: Layout, outer: int, ring: int) -> list[Piece]:
@@ -196,13 +225,13 @@ def _cut(outer: list[Piece], inner: int, part: int) -> list[Piece]:
 def select(input_: torch.Tensor, layout: Layout, world: int, rank: int) -> torch.Tensor | None:
     """Return a rank's part of a whole tensor in torch ops, as a view if possible.
 
-    None for packed sequences: too many ops to trace.
+    None for kinds of many pieces: too many ops to trace.
     """
     dim, kind = layout[0], layout[1]
     if kind == EVEN:
         total = layout[2]
         return input_.narrow(dim, share_start(total, world, rank), share(total, world, rank))
-    if kind == PACKED:
+    if kind in LISTED:
         return None
     parts = [input_.narrow(dim, start, size) for start, size, _ in pieces(layout, world, rank)]
     if len(parts) == 1:
@@ -218,8 +247,17 @@ def _packed_sizes(layout: Layout, outer: int, ring: int) -> list[int]:
     return numbers[ring * sequences : (ring + 1) * sequences]
 
 
-def packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
-    """Return the global index of each item that `rank` holds of packed sequences."""
+def listed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
+    """Return the global index of each item that `rank` holds in a layout of many pieces."""
+    if layout[1] == PACKED:
+        return _packed_index(layout, world, rank)
+    runs = torch.tensor([run[:2] for run in pieces(layout, world, rank)], dtype=torch.int64, device="cpu")
+    starts, sizes = runs.reshape(-1, 2).unbind(1)
+    ends = sizes.cumsum(0)
+    return (starts - ends + sizes).repeat_interleave(sizes) + torch.arange(int(sizes.sum()), device="cpu")
+
+
+def _packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     _, _, inner, sequences, *flat = layout
     inner, outer, part, ring = _levels(inner, world, rank)
     numbers = torch.tensor(flat, dtype=torch.int64, device="cpu")

@@ -139,6 +139,27 @@ static void draw_rotated(uint64_t *seed, int world, part *p, cut *c, int64_t *to
     }
 }
 
+static void draw_runs(uint64_t *seed, int world, part *p, cut *c, int64_t *total)
+{
+    int documents = draw(seed, 3), first = p->nargs + 1;
+    int64_t sizes[WORLD] = {0};
+    put_number(p, documents);
+    p->nargs += documents;
+    for (int document = 0; document < documents; document++) {
+        int64_t begin = *total;
+        for (int runs = draw(seed, 4); runs > 0; runs--) {
+            int rank = draw(seed, world), size = draw(seed, 4);
+            put_number(p, rank);
+            put_number(p, size);
+            assign(c, total, rank, size);
+            sizes[rank] += size;
+        }
+        p->args[first + document] = *total - begin;
+    }
+    for (int rank = 0; rank < world; rank++)
+        put_number(p, sizes[rank]);
+}
+
 /* How each kind draws its numbers, the owner of each index, and with them the dim's extent. */
 static const struct {
     void (*draw)(uint64_t *seed, int ranks, part *p, cut *c, int64_t *total);
@@ -150,6 +171,7 @@ static const struct {
     [SPAR_ZIGZAG] = {draw_zigzag, 1},
     [SPAR_PACKED] = {draw_packed, 1},
     [SPAR_ROTATED] = {draw_rotated, 0},
+    [SPAR_RUNS] = {draw_runs, 0},
     /* clang-format on */
 };
 

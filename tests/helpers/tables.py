@@ -71,12 +71,24 @@ def _rotated(draw: Draw, total: int, world: int) -> tuple[Sequence[int], Sequenc
     return (shift, *sizes), [(chunk + shift) % world for chunk in in_runs(sizes)]
 
 
+def _runs(draw: Draw, total: int, world: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Draw documents, and runs of each on any ranks."""
+    count = draw(1 if total else 0, 4)
+    lengths = any_sizes(draw, total, count) if count else ()
+    runs: list[tuple[int, int]] = []
+    for length in lengths:
+        runs += [(draw(0, world - 1), size) for size in any_sizes(draw, length, draw(1, 4))]
+    owners = [rank for rank, size in runs for _ in range(size)]
+    return (count, *lengths, *itertools.chain(*runs), *map(owners.count, range(world))), owners
+
+
 KINDS = {
     "even": Kind(lambda draw, total, world: ((total,), in_runs(by_rule(total, world)))),
     "sizes": Kind(_sizes),
     "zigzag": Kind(lambda draw, total, world: ((total,), zigzag(total, world)), inner=True),
     "packed": Kind(_packed, inner=True),
     "rotated": Kind(_rotated),
+    "runs": Kind(_runs),
 }
 
 
