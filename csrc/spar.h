@@ -33,7 +33,8 @@
  *                   (launches)
  *   plan/        blocks of bytes of an exchange, a pair of layouts (plan), their cache (cache), their
  *                description (describe)
- *   ops/         which part of a tensor each rank holds (layout)
+ *   ops/         which part of a tensor each rank holds (layout), and the documents that balance ranks
+ *                (balance)
  *   base/        status codes and the last error (error), environment variables (env.def, env), deadlines
  *                (deadline), libraries opened at run time (dynlib), locks around fork (fork), cores and
  *                cgroup limits (cores, cgroup), the fence after non-temporal stores (fence), text in shared

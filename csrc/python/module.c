@@ -4,6 +4,7 @@
 #include "base/cgroup.h"
 #include "base/cores.h"
 #include "base/env.h"
+#include "ops/balance.h"
 #include "transports/nccl/pipeline.h"
 #include "base/dynlib.h"
 #include "devices/cpu/threads.h"
@@ -109,6 +110,32 @@ static PyObject *module_table(PyObject *Py_UNUSED(module), PyObject *args)
         spar_ints_to_tuple(by_rule ? lengths : table, (Py_ssize_t)(by_rule ? sequences : world * sequences));
     free(lengths);
     return tuple ? Py_BuildValue("LLN", (long long)least, (long long)held, tuple) : NULL;
+}
+
+PyDoc_STRVAR(balance_doc, "balance(lengths, world, tolerance) -> the numbers of a layout\n\n"
+                          "Assigns documents of these lengths, in a tuple, to ranks: csrc/ops/balance.h.");
+
+static PyObject *module_balance(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *lengths;
+    int world;
+    double tolerance;
+    int64_t *numbers = NULL, count = 0;
+    if (!PyArg_ParseTuple(args, "O!id", &PyTuple_Type, &lengths, &world, &tolerance))
+        return NULL;
+    Py_ssize_t documents = PyTuple_Size(lengths);
+    int64_t *read = calloc((size_t)documents + 1, sizeof *read);
+    if (!read)
+        return PyErr_NoMemory();
+    if (spar_read_ints(lengths, read, documents) < 0) {
+        free(read);
+        return NULL;
+    }
+    spar_status status = spar_balance(read, documents, world, tolerance, &numbers, &count);
+    PyObject *tuple = status == SPAR_OK ? spar_ints_to_tuple(numbers, (Py_ssize_t)count) : spar_raise(status);
+    free(read);
+    free(numbers);
+    return tuple;
 }
 
 static PyObject *module_plan_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
@@ -261,6 +288,7 @@ static PyMethodDef methods[] = {
     {"limits", module_limits, METH_NOARGS,
      "(cores, bytes of memory) that this process may use, by its affinity and its cgroups."},
     {"table", module_table, METH_VARARGS, table_doc},
+    {"balance", module_balance, METH_VARARGS, balance_doc},
     {"plan_stats", module_plan_stats, METH_NOARGS, "(cached, hits, misses)"},
     {"plan_limit", module_plan_limit, METH_VARARGS, "How many plans are kept from now on."},
     {NULL, NULL, 0, NULL},
