@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from ._checks import check_int, check_ints, check_type
 from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
 from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
+from ._exchange.grad_scale import NOT_GIVEN, GradScale, scale_error
 from ._exchange.layouts import (
     EVEN,
     PACKED,
@@ -44,18 +44,6 @@ from .topology.resolve import Group, process_group
 
 __all__ = ["SequenceLayout"]
 
-
-class _NotGiven(enum.Enum):
-    """The default of grad_scale: none serves sums and averages of gradients alike."""
-
-    NOT_GIVEN = "not given"
-
-    def __repr__(self) -> str:
-        return "NOT_GIVEN"
-
-
-NOT_GIVEN = _NotGiven.NOT_GIVEN
-GradScale = str | float | None | _NotGiven
 
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG, "packed": PACKED, "joint": PACKED}
 
@@ -335,7 +323,7 @@ class SequenceLayout:
 
         def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
             if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
-                raise _scale_error(calls[0], splits)
+                raise scale_error(calls[0], splits)
             scale = calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale)
             shards = [
                 checked_numbers(call, "layout", self, call.dim("dim", dim), splits, which)
@@ -348,22 +336,6 @@ class SequenceLayout:
         kind = MOVE if not exact else SUM if splits else GATHER
         exchanges = 0 if splits and not exact else 1
         return exchange_together(name, x, self.group, layouts, key, kind, exchanges=exchanges)
-
-
-def _scale_error(call: Arguments, splits: bool) -> ValueError:
-    """Return the error of a recorded gradient whose reduction the caller did not name."""
-    if splits:
-        cases = (
-            '"down" if the input is computed from parameters, whose gradients are reduced over the ranks as '
-            "all others; None if the input's own gradient is read on each rank, which is then whole; or "
-            "pass x.detach() if it needs none"
-        )
-    else:
-        cases = (
-            '"up" if all ranks compute one loss from the output and gradients of parameters are averaged, as '
-            "by DDP; None if they are summed; or call all_gather instead if the ranks' losses differ"
-        )
-    return ValueError(f"{call.where}: a gradient is recorded, and grad_scale is not given; expected {cases}")
 
 
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:

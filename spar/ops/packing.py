@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .._checks import check_int, check_ints
 from .._exchange.arguments import ranks_of
+from .._exchange.grad_scale import NOT_GIVEN, GradScale
 from .._group.group import Call
 from .._group.registry import place_of
-from ..sequence_layout import NOT_GIVEN, GradScale, SequenceLayout
+from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
 
 _NAME = "PackedSamples"

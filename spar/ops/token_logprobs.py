@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._checks import check_int, check_number, check_type
 from .._exchange.arguments import Arguments, ranks_of
+from .._exchange.grad_scale import NOT_GIVEN, GradScale
 from .._group.group import Call
-from ..sequence_layout import NOT_GIVEN, GradScale, SequenceLayout
+from ..sequence_layout import SequenceLayout
 from .samples import check_shard, split_samples
 from .vocabulary import token_logprobs_of
 
