@@ -40,6 +40,7 @@ from ._exchange.watch import must_record
 from ._group.registry import place_of
 from .topology import topology
 from .topology.groups_by_name import ParallelState
+from .topology.hybrid import ring_and_ulysses
 from .topology.resolve import Group, process_group
 
 __all__ = ["SequenceLayout"]
@@ -116,26 +117,10 @@ class SequenceLayout:
             )
         check_type("SequenceLayout.hybrid", "state", state, ParallelState, "a ParallelState or None")
         total = _total("hybrid", total)
-        ring, ulysses, cp = (state.get_group(name) for name in ("ring", "ulysses", "cp"))
-        if not state.is_ring_enable():
-            alone = ring if ulysses is None else ulysses
-            if alone is None:  # not None as a group: that is another one, maybe of several ranks
-                raise ValueError(
-                    "SequenceLayout.hybrid: the parallel state has no ring or ulysses group; create it with "
-                    "init_parallel_state(ring_attention_size=..., ulysses_parallel_size=...)"
-                )
-            return cls.even(total, alone)
-        if not state.is_ulysses_enable():
-            return cls.zigzag(total, ring)
-        neighbours = state.get_cp_neighbours()
-        if cp is None or neighbours is None:
-            raise ValueError(
-                "SequenceLayout.hybrid: the parallel state has no cp group of ring x ulysses in which the "
-                "ring or the ulysses ranks are neighbours; create it with init_parallel_state("
-                "ring_attention_size=..., ulysses_parallel_size=...), or take over a mesh whose ranks ascend"
-            )
-        inner = state.get_group_size("ulysses")
-        return cls("hybrid", (-inner if neighbours == "ulysses" else inner, total), cp)
+        kind, inner, group = ring_and_ulysses(state)
+        if kind == "hybrid":
+            return cls(kind, (inner, total), group)
+        return cls.even(total, group) if kind == "even" else cls.zigzag(total, group)
 
     # ---- what it says ----
 
