@@ -85,6 +85,19 @@ def check_ints(caller: str, name: str, values: Any, low: int) -> list[int]:
     raise TypeError(f"{caller}: {name} is {values!r:.200}; expected a list of ints")
 
 
+def check_lengths(caller: str, name: str, values: Any) -> list[int]:
+    """Return lengths, also those of a tensor, as a list; each is at least 0, and their sum below 2^63."""
+    lengths = check_ints(caller, name, values.tolist() if isinstance(values, torch.Tensor) else values, 0)
+    check_sum(caller, name, lengths)
+    return lengths
+
+
+def check_sum(caller: str, name: str, values: Sequence[int]) -> None:
+    """Raise ValueError unless ints sum to less than 2^63. In compiled code sums are not known."""
+    if not torch.compiler.is_compiling() and sum(values) >= 2**63:
+        raise ValueError(f"{caller}: {name} sum to {sum(values)}; expected a sum below 2^63")
+
+
 def check_rank_groups(caller: str, name: str, groups: Any) -> list[list[int]]:
     """Return a sequence of sequences of ranks as lists. Does not check that they form a valid layout."""
     if isinstance(groups, Sequence) and not isinstance(groups, (str, bytes)):

@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from ._checks import check_int, check_ints, check_type
+from . import _C
+from ._checks import check_int, check_lengths, check_number, check_sum, check_type
 from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
 from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
 from ._exchange.grad_scale import NOT_GIVEN, GradScale, scale_error
 from ._exchange.layouts import (
     EVEN,
+    LISTED,
     PACKED,
+    RUNS,
     SIZES,
     WHOLE,
     ZIGZAG,
@@ -46,7 +49,8 @@ from .topology.resolve import Group, process_group
 __all__ = ["SequenceLayout"]
 
 
-_KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG, "packed": PACKED, "joint": PACKED}
+_KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG}
+_KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,17 +83,37 @@ class SequenceLayout:
     @classmethod
     def packed(cls, lengths: Sizes, group: Group = None) -> SequenceLayout:
         """Shard each of several packed documents by `cal_split_sizes`."""
-        if isinstance(lengths, torch.Tensor):
-            lengths = cast(list[int], lengths.tolist())
-        checked = check_ints("SequenceLayout.packed", "lengths", lengths, 0)
-        _check_sum("packed", "lengths", checked)
-        return cls("packed", (1, len(checked), *checked), process_group(group, "SequenceLayout.packed"))
+        where = "SequenceLayout.packed"
+        checked = check_lengths(where, "lengths", lengths)
+        return cls("packed", (1, len(checked), *checked), process_group(group, where))
+
+    @classmethod
+    def balanced(cls, lengths: Sizes, group: Group = None, tolerance: float = 0.05) -> SequenceLayout:
+        """Keep packed documents whole on one rank where ranks stay balanced; cut the others among a few.
+
+        A document that is cut lies on its ranks from both ends inwards, as in a zigzag layout: each has the
+        same share of its tokens as of its work under a causal mask. Attention by gather and ring moves only
+        keys of documents that ranks share. Make it outside of compiled functions.
+
+        Args:
+            lengths: of the documents, at least 0, the same on all ranks.
+            tolerance: by how much a rank's tokens, and its work, may exceed the mean: 0.05 is 5 %. The work
+                of a document is the square of its length. A greater one cuts fewer documents.
+
+        Raises:
+            ValueError: a length or the tolerance is negative.
+        """
+        where = "SequenceLayout.balanced"
+        checked = check_lengths(where, "lengths", lengths)
+        check_number(where, "tolerance", tolerance, 0)
+        real = process_group(group, where)
+        return cls("balanced", _C.balance(tuple(checked), real.size(), float(tolerance)), real)
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
         """Shard the text and the image of one sequence each by `cal_split_sizes`, as Flux joins them."""
         lengths = _total("joint", text, "text"), _total("joint", image, "image")
-        _check_sum("joint", "text and image", lengths)
+        check_sum("SequenceLayout.joint", "text and image", lengths)
         return cls("joint", (1, 2, *lengths), process_group(group, "SequenceLayout.joint"))
 
     @classmethod
@@ -130,6 +154,18 @@ class SequenceLayout:
         return total_of(numbers_of(self, 0))
 
     @property
+    def is_packed(self) -> bool:
+        """Whether it has documents, of which each token attends to its own: packed and balanced layouts."""
+        return self.kind in ("packed", "balanced")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of its documents; of a layout without any the length of the sequence."""
+        if self.kind == "balanced":
+            return self.numbers[1 : 1 + self.numbers[0]]
+        return self.numbers[2:] if self.kind == "packed" else (self.total,)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Each rank's number of tokens."""
         world, layout = self.group.size(), numbers_of(self, 0)
@@ -138,7 +174,7 @@ class SequenceLayout:
     def index(self) -> torch.Tensor:
         """Return the place in the sequence of each token of this rank: int64 `[S_local]`, on the CPU."""
         place, layout = place_of(self.group), numbers_of(self, 0)
-        if self.kind in ("packed", "joint"):
+        if layout[1] in LISTED:
             return listed_index(layout, place.world, place.rank)
         part = select(torch.arange(self.total, device="cpu"), layout, place.world, place.rank)
         return cast(torch.Tensor, part).contiguous()
@@ -146,25 +182,28 @@ class SequenceLayout:
     def positions(self) -> torch.Tensor:
         """Return `index()`; in packed documents the place in the document, which begins at 0."""
         index = self.index()
-        if self.kind != "packed":
+        if not self.is_packed:
             return index
         ends = self.cu_seqlens().to(torch.int64)
         return index - ends[torch.searchsorted(ends, index, right=True) - 1]
 
     def cu_seqlens(self) -> torch.Tensor:
         """Return where the documents begin, and the sequence's end: int32 `[documents + 1]`, on the CPU."""
-        lengths = self.numbers[2:] if self.kind == "packed" else (self.total,)
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device="cpu")
 
     def __repr__(self) -> str:
-        by_kind = {"local": f"sizes={list(self.numbers)}"}
-        if self.kind == "hybrid":
+        arguments = f"{self.total}"
+        if self.kind == "local":
+            arguments = f"sizes={list(self.numbers)}"
+        elif self.kind == "joint":
+            arguments = ", ".join(map(str, self.numbers[2:]))
+        elif self.kind == "hybrid":
             neighbours = " neighbours" if self.numbers[0] < 0 else ""
-            by_kind["hybrid"] = f"{self.total}, ulysses={abs(self.numbers[0])}{neighbours}"
-        lengths = list(self.numbers[2:18]) + (["..."] if len(self.numbers) > 18 else [])
-        by_kind |= {"packed": f"{lengths}".replace("'", ""), "joint": ", ".join(map(str, self.numbers[2:]))}
+            arguments += f", ulysses={abs(self.numbers[0])}{neighbours}"
+        elif self.is_packed:
+            arguments = f"{[*self.lengths[:16]]}"[:-1] + (", ...]" if len(self.lengths) > 16 else "]")
         maker = "from_local" if self.kind == "local" else self.kind
-        return f"SequenceLayout.{maker}({by_kind.get(self.kind, self.total)}, {self.group.size()} ranks)"
+        return f"SequenceLayout.{maker}({arguments}, {self.group.size()} ranks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.kind, self.numbers, self.group.group_name)
@@ -293,7 +332,7 @@ class SequenceLayout:
     def _gathered(self, call: Arguments, dim: int, offset: int, more: int, fill: float) -> torch.Tensor:
         """Gather each run, moved by an offset and longer by `more`."""
         layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
-        return gather_runs(call, layout, self.kind == "packed", offset, more, fill)
+        return gather_runs(call, layout, self.is_packed, offset, more, fill)
 
     def _apply(
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
@@ -385,7 +424,7 @@ def checked_numbers(
     if size != expected:
         meaning = "the length of the sequence" if whole else f"rank {call.rank}'s shard"
         text = f"{expected}, {meaning} in {layout}"
-        if layout.kind == "packed" and (cut := from_cumulative(layout.numbers[2:])):
+        if layout.is_packed and (cut := from_cumulative(layout.lengths)):
             text += cumulative_hint(cut)
         raise call.error(f"input_{at}", f"of size {size} in dim {dim}", text)
     return numbers
@@ -397,11 +436,6 @@ def _side(where: str, name: str, tokens: int) -> int:
 
 def _total(kind: str, total: int, name: str = "total") -> int:
     return check_int(f"SequenceLayout.{kind}", name, total, 0, 2**63 - 1)
-
-
-def _check_sum(kind: str, name: str, lengths: Sequence[int]) -> None:
-    if not torch.compiler.is_compiling() and sum(lengths) >= 2**63:
-        raise ValueError(f"SequenceLayout.{kind}: {name} sum to {sum(lengths)}; expected a sum below 2^63")
 
 
 def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:

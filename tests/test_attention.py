@@ -28,7 +28,7 @@ from spar._attention import ring
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
-from spar._attention.methods import _round
+from spar._attention.rounds import round_of
 from spar._exchange.layouts import Layout, even, extent, packed, zigzag
 from spar._group.registry import group_of
 from spar.ops.heads import heads_of_ranks, layers_of
@@ -66,11 +66,11 @@ def check_method(
 ) -> None:
     for kind, causal in itertools.product(LAYOUTS, (False, True)):
         layout = LAYOUTS[kind](group)
-        documents = DOCUMENTS if kind == "packed" else None
+        documents = DOCUMENTS if kind in ("packed", "balanced") else None
         for heads, key_heads in ((4, 2), (3, 1)):
             whole = inputs(layout.total, heads, key_heads, dtype)
             for name, mask in masks(layout.total, heads, dtype).items():
-                if name != "none" and kind not in ("zigzag", "packed"):
+                if name != "none" and kind not in ("zigzag", "packed", "balanced"):
                     continue
                 expected = expected_of(whole, causal=causal, mask=mask, documents=documents)
                 error = error_of(
@@ -94,7 +94,7 @@ def check_runs(rank: int, world: int, group: Group) -> None:
     for kind, make in LAYOUTS.items():
         layout = make(group)
         whole = inputs(layout.total, 4, 4, torch.float64)
-        documents = DOCUMENTS if kind == "packed" else None
+        documents = DOCUMENTS if kind in ("packed", "balanced") else None
         attend = partial(spar.attention, layout=layout, method="gather")
         expected = expected_of(whole, causal=True, documents=documents)
         own = layout.index()
@@ -292,7 +292,7 @@ def test_ring_sends_the_keys_that_are_attended_to(
     layout: Layout, causal: bool, documents: bool, keys: list[int]
 ) -> None:
     """Of each rank to the next, ...: half a zigzag shard to later ranks, all of it to earlier ones."""
-    rounds = [_round(layout, 4, rank, causal, documents, True) for rank in range(4)]
+    rounds = [round_of(layout, 4, rank, causal, documents, True) for rank in range(4)]
     assert [shift.parts for each in rounds for shift in each.shifts] == [((0, size),) for size in keys]
     for rank, mine in enumerate(rounds):
         for step, (blocks, shift) in enumerate(zip(mine.steps[1:], mine.shifts, strict=True), 1):

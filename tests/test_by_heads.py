@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "even": lambda group: SequenceLayout.even(TOTAL, group),
     "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
     "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
+    "balanced": lambda group: SequenceLayout.balanced(DOCUMENTS, group),
     "few tokens": lambda group: SequenceLayout.even(2, group),
 }
 
@@ -55,7 +56,7 @@ def check(rank: int, world: int, group: Group, heads: int, key_heads: int) -> No
     for kind, make in LAYOUTS.items():
         layout = make(group)
         total = layout.total
-        documents = DOCUMENTS if kind == "packed" else [total]
+        documents = DOCUMENTS if kind in ("packed", "balanced") else [total]
         shapes = (2, total, heads, 6), (2, total, key_heads, 6), (2, total, heads), (heads,)
         inputs = [torch.randn(shape, generator=generator) for shape in shapes]
         for dtypes in ((torch.float64,) * 4, (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)):

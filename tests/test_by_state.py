@@ -28,6 +28,7 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "even": lambda group: SequenceLayout.even(TOTAL, group),
     "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
     "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
+    "balanced": lambda group: SequenceLayout.balanced(DOCUMENTS, group),
     "few tokens": lambda group: SequenceLayout.even(2, group),
 }
 
@@ -89,7 +90,7 @@ def check(rank: int, world: int, group: Group, way: str) -> None:
         shapes.append((2, layout.total, HEADS))
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         leaves = [x.clone().requires_grad_() for x in values]
-        expected = whole(WAYS[way]["fn"], leaves, DOCUMENTS if kind == "packed" else [layout.total])
+        expected = whole(WAYS[way]["fn"], leaves, DOCUMENTS if layout.is_packed else [layout.total])
         upper = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         gradients = torch.autograd.grad(expected, leaves, upper)
         own = layout.index()

@@ -74,6 +74,10 @@ def check_layout(rank: int, world: int, group: Group, kind: str) -> None:
     inputs = {n: cells((n, 2), torch.float64) for n in LENGTHS}
     # the operations take a layout's pieces as numbers: those of one kind are enough, besides hybrid ones
     function = by_layout if kind == "packed" else there_and_back
+    if kind == "balanced":
+        # The runs of one document are as many for any length; no graph makes the layout.
+        check_graphs(function, lambda n: (inputs[n], SequenceLayout.balanced([n], group)), rank == 0)
+        return
     make = lambda n: maker.in_graph(group, *maker.of(n, world))  # noqa: E731
     check_graphs(function, lambda n: (inputs[n], make(n)), rank == 0)
     check_graphs(lambda x, n: there_and_back(x, make(n)), lambda n: (inputs[n], n), rank == 1)

@@ -52,7 +52,7 @@ def of_documents(fn: Callable[[Tensor], Tensor], x: Tensor, documents: Lengths) 
 
 def documents_of(layout: SequenceLayout) -> list[Lengths | None]:
     """Return documents for a layout: none, the same in both samples, and others in each."""
-    if layout.kind == "packed":
+    if layout.is_packed:
         return [None]
     total = layout.total
     return [None, ((1, 0, total - 1),), ((total // 2, total - total // 2), (total,))]
@@ -66,7 +66,7 @@ def check(rank: int, world: int, group: Group) -> None:
         for taps, documents in [(w, d) for w in (2, 4, 9) for d in documents_of(layout)]:
             whole, upper = torch.randn(2, 2, 3, total, dtype=torch.float64, generator=generator)
             weight = torch.randn(3, taps, dtype=torch.float64, generator=generator).requires_grad_()
-            lengths = tuple(layout.numbers[2:]) if layout.kind == "packed" else (total,)
+            lengths = layout.lengths
             leaf = whole.clone().requires_grad_()
             expected = of_documents(partial(conv, weight), leaf, documents or (lengths,))
             first = torch.autograd.grad(expected, (leaf, weight), upper, create_graph=True)

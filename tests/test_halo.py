@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
 
 def owners(layout: SequenceLayout) -> Tensor:
     """Return the document of each place of the sequence."""
-    lengths = layout.numbers[2:] if layout.kind == "packed" else (layout.total,)
+    lengths = layout.lengths
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 

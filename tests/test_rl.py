@@ -176,7 +176,7 @@ def padded(rows: Sequence[Tensor], fill: float = 0) -> Tensor:
 
 def given(group: Group, kind: str = "packed") -> Names:
     """Return this rank's part of the samples: rows that are padded, or one packed row."""
-    packed = kind == "packed"
+    packed = kind in ("packed", "balanced")
     layout: spar.SequenceLayout = getattr(spar.SequenceLayout, kind)(LENGTHS if packed else LONGEST, group)
 
     def own(rows: Sequence[Tensor], fill: float = 0) -> Tensor:
@@ -209,7 +209,7 @@ def check_recipes(rank: int, world: int, group: Group) -> None:
         model, other = Model(0), Model(1)
         expected = recipe(model, other)
         expected.backward()  # type: ignore[no-untyped-call]
-        for kind in ("packed",) if recipe in PACKED else ("even", "zigzag", "packed"):
+        for kind in ("packed",) if recipe in PACKED else ("even", "zigzag", "packed", "balanced"):
             names = {"spar": spar, "torch": torch, "F": F} | given(group, kind)
             exec(compile(code, recipe.__name__, "exec"), names)
             note = f"{recipe.__name__}, {kind}, {world} ranks"

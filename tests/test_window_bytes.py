@@ -46,8 +46,8 @@ def is_near(layout: SequenceLayout, window: tuple[int, int]) -> Tensor:
     """Return the booleans [S, S] of a window inside of documents."""
     place = torch.arange(layout.total)
     document = torch.zeros_like(place)
-    if layout.kind == "packed":
-        lengths = torch.tensor(layout.numbers[2:])
+    if layout.is_packed:
+        lengths = torch.tensor(layout.lengths)
         document = torch.arange(len(lengths)).repeat_interleave(lengths)
     before = place[:, None] - place
     return (before <= window[0]) & (-before <= window[1]) & (document[:, None] == document)

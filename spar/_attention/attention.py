@@ -93,11 +93,11 @@ def attention(
 
     - "ulysses": two exchanges; a rank has some heads of the whole sequence between them, of K and V those
       that its query heads need. Ranks beyond the number of heads have none.
-    - "gather": one exchange; a rank gathers all of K and V. Blocks that `causal` empties are skipped, so that
-      a zigzag layout balances the work.
+    - "gather": one exchange; a rank gathers all of K and V, in a balanced layout those of its documents.
+      Blocks that `causal` empties are skipped, so that a zigzag layout balances the work.
     - "ring": K and V go round the ranks, which hold at most two shards of them at a time.
-    - None: for a hybrid layout, ulysses inside the ulysses groups and ring across them; else ulysses if there
-      are at least as many heads as ranks; else gather.
+    - None: for a hybrid layout, ulysses inside the ulysses groups and ring across them; gather for a balanced
+      one; else ulysses if there are at least as many heads as ranks; else gather.
 
     Args:
         q: this rank's queries `[B, S_local, H, D]`.
@@ -187,7 +187,8 @@ def _attend(
     with Arguments("attention", q, group, "q", _until_next(waited)) as call:
         problem = checked(call, k, v, layouts, dims, weights, scale)
         if method is None and groups is None:
-            method = "ulysses" if problem.inputs.heads >= call.world and keys is not None else "gather"
+            exchanges_heads = problem.inputs.heads >= call.world and keys is not None
+            method = "ulysses" if exchanges_heads and not problem.inputs.listed else "gather"
         if method not in _METHODS and groups is None:
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
         mask = problem.weights.mask

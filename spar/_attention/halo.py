@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated
+from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated, shards
 from .._exchange.pieces import Plan, plan_pieces
 from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
@@ -18,6 +18,9 @@ from .ring import Round, Shift
 from .spans import Spans
 from .tiles import needed_keys, union
 
+# By owner and receiver: the runs that go from one to the other, in order, with their places among the owner's
+# tokens.
+Sent = dict[tuple[int, int], list[tuple[int, Piece]]]
 # Finds the blocks of runs of queries and of keys.
 BlocksMaker = Callable[[Sequence[Piece], Sequence[Piece]], tuple[Block, ...]]
 
@@ -43,14 +46,14 @@ def halo_of(spans: Spans, queries: SequenceLayout, keys: SequenceLayout, world: 
 
 
 def _halo(spans: Spans, queries: Layout, keys: Layout, world: int, rank: int) -> Halo:
-    shards = [pieces(keys, world, peer) for peer in range(world)]
+    held_by = shards(keys, world)
     wanted = []
     for peer in range(world):
-        own = [(run.start, run.start + run.size) for run in shards[peer] if run.size > 0]
+        own = [(run.start, run.start + run.size) for run in held_by[peer] if run.size > 0]
         joined = union([*own, *needed_keys(spans, pieces(queries, world, peer))])
         wanted.append([(first, end - first) for first, end in joined])
     held = tuple([Piece(first, size, 0) for first, size in wanted[rank]])
-    return Halo(plan_pieces(shards, wanted, rank), held)
+    return Halo(plan_pieces(held_by, wanted, rank), held)
 
 
 def within(intervals: Sequence[tuple[int, int]], held: Sequence[Piece]) -> list[tuple[int, Piece]]:
@@ -81,19 +84,31 @@ def _shifts(
     spans: Spans, layout: Layout, world: int, rank: int
 ) -> tuple[list[Sequence[Piece]], tuple[Shift, ...]]:
     """Return the runs of keys that a rank has in each step, and how they come."""
-    shards = [pieces(layout, world, peer) for peer in range(world)]
-    needs = [needed_keys(spans, shards[peer]) for peer in range(world)]
-    held: list[Sequence[Piece]] = [shards[rank]]
+    of_ranks = shards(layout, world)
+    needs = [needed_keys(spans, runs) for runs in of_ranks]
+    sent = {
+        (owner, receiver): within(needs[receiver], of_ranks[owner])
+        for owner in range(world)
+        for receiver in range(world)
+        if owner != receiver
+    }
+    held, shifts = shifts_of(sent, world, rank)
+    return [of_ranks[rank], *held], shifts
+
+
+def shifts_of(sent: Sent, world: int, rank: int) -> tuple[list[Sequence[Piece]], tuple[Shift, ...]]:
+    """Return the runs of keys that a rank receives in each step, and how; steps without any are left out."""
+    held: list[Sequence[Piece]] = []
     shifts = []
     for step in range(1, world):
-        sent = [within(needs[(peer + step) % world], shards[peer]) for peer in range(world)]
-        sizes = [sum([piece.size for _, piece in part]) for part in sent]
+        parts = [sent.get((peer, (peer + step) % world), []) for peer in range(world)]
+        sizes = [sum([piece.size for _, piece in part]) for part in parts]
         if not any(sizes):
             continue
         received = [sizes[(peer - step) % world] for peer in range(world)]
         shard = pair(by_sizes(2, sizes), rotated(2, sizes, step))
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
-        own = tuple([(at, piece.size) for at, piece in sent[rank]])
+        own = tuple([(at, piece.size) for at, piece in parts[rank]])
         shifts.append(Shift(own, shard, gradient))
-        held.append([piece for _, piece in sent[(rank - step) % world]])
+        held.append([piece for _, piece in parts[(rank - step) % world]])
     return held, tuple(shifts)

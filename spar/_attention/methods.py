@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
 from .._exchange.gathering import gather_pieces
-from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, even, pair, pieces, rotated
+from .._exchange.layouts import Layout, Piece, even, pieces
 from .._exchange.pieces import selected
 from .._group.group import Group
 from .._group.registry import place_of
@@ -24,15 +24,17 @@ from ..ops.heads import Dims, gather_heads, scatter_heads
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import share
 from . import tiles
-from .blocks import blocks_before, blocks_of, keys_before, own_block
+from .blocks import blocks_before, blocks_of, own_block
+from .documents import gathered_of
 from .graph_op import Description, in_graph
-from .halo import BlocksMaker, halo_of, round_by
+from .halo import BlocksMaker, halo_of, round_by, within
 from .kernels import can_compute
 from .kernels.kernel import Needs
 from .long_blocks import long_blocks, suits
 from .masks import causal_mask, joined, sliced
 from .problem import Inputs, Problem
-from .ring import Ring, Round, Shift, attend_round, backward_exchanges
+from .ring import Ring, Round, attend_round, backward_exchanges
+from .rounds import cached_round, round_of
 from .scores import Scores
 from .strips import strip_blocks, strips_of
 
@@ -70,7 +72,7 @@ def _documents(inputs: Inputs) -> list[Piece]:
     """Return the runs of keys that may attend to each other: the documents, or the whole."""
     if not inputs.packed:
         return [Piece(0, inputs.total_keys, 0)]
-    lengths = inputs.queries.numbers[2:]
+    lengths = inputs.queries.lengths
     ends = enumerate(itertools.accumulate(lengths))
     return [Piece(end - length, length, i) for (i, end), length in zip(ends, lengths, strict=True)]
 
@@ -121,7 +123,7 @@ def _whole(problem: Problem, part: Part) -> Tensor:
         return _by_blocks(problem, part, runs)
     if not inputs.packed:
         return _kernel(problem, part.tensors, part.mask, weights.causal)
-    return _by_runs(problem, part, _documents(inputs))
+    return _by_runs(problem, part, _documents(inputs), [Piece(0, inputs.total_keys, 0)])
 
 
 def _by_blocks(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
@@ -249,8 +251,11 @@ def gathered(problem: Problem) -> Tensor:
     by_spans, compiles = problem.weights.uses_spans, torch.compiler.is_compiling()
     if by_spans and not compiles:
         return _by_halo(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
-    if by_spans and problem.call.world > 1 and inputs.keys == inputs.queries:
-        # The number of keys that a rank needs follows from the spans' values, which a graph does not know.
+    if inputs.listed and not compiles and problem.call.world > 1:
+        return _by_documents(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
+    in_ring = by_spans or (inputs.listed and problem.weights.blockwise)
+    if in_ring and problem.call.world > 1 and inputs.keys == inputs.queries:
+        # The number of keys that a rank needs follows from values that a graph does not know.
         return round_the_ring(problem)
     if inputs.keys is not None:
         among, note = inputs.keys.group, problem.note
@@ -276,6 +281,30 @@ def _by_halo(problem: Problem, part: Part) -> Tensor:
     return _by_spans(problem, part._replace(tensors=(q, k, v)), runs, held)
 
 
+def _by_documents(problem: Problem, part: Part) -> Tensor:
+    """Gather the keys of documents that this rank shares with others, and attend to them and to its own."""
+    call, inputs, weights, (q, k, v) = problem.call, problem.inputs, problem.weights, part.tensors
+    place = numbers_of(inputs.queries, 0), call.world, call.rank
+    found = gathered_of(*place, weights.causal, part.mask is None, not weights.blockwise)
+    note = f"{problem.note}, {found.note}" if problem.note else found.note
+    gathered = gather_pieces(call, found.plan, (k, v), 2, note)
+    whole = part._replace(tensors=(q, gathered[0], gathered[1]))
+    if _is_empty(q, k, v):
+        return _nothing(problem, whole)
+    if weights.blockwise:
+        return _attend_locally(problem, part, found.round, *gathered)
+    return _by_runs(problem, _of_kernel(problem, whole), pieces(*place), found.held)
+
+
+def _of_kernel(problem: Problem, part: Part) -> Part:
+    """Return the part for a caller's kernel, which takes equal heads."""
+    if problem.weights.attend is None:
+        return part
+    q, k, v = part.tensors
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    return part._replace(tensors=(q, k, v))
+
+
 def _by_queries(problem: Problem, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's queries to all keys."""
     call, inputs, weights = problem.call, problem.inputs, problem.weights
@@ -285,7 +314,7 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
     if weights.uses_spans:
         return _in_graph(problem, part, ALONE, numbers_of(inputs.queries, 0), call.world, call.rank)
     runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
-    blockwise = weights.attend is None and weights.dropout_p == 0.0
+    blockwise = weights.blockwise
     skips = weights.causal or inputs.packed or weights.mask is not None
     only_causal = weights.causal and not inputs.packed and weights.mask is None
     if blockwise and only_causal and call.world > 1 and inputs.keys == inputs.queries:
@@ -295,14 +324,15 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
         return _attend_locally(problem, part._replace(tensors=(q, own_k, own_v)), blocks, k, v)
     if blockwise and (skips or weights.by_blocks):
         return _by_blocks(problem, part, runs)
-    if weights.attend is not None:
-        k, v = (x.repeat_interleave(inputs.heads // inputs.key_heads, 1) for x in (k, v))
-    whole = part._replace(tensors=(q, k, v))
-    return _by_runs(problem, whole, runs if skips else [Piece(0, q.size(2), 0)])
+    runs = runs if skips else [Piece(0, q.size(2), 0)]
+    return _by_runs(problem, _of_kernel(problem, part), runs, [Piece(0, inputs.total_keys, 0)])
 
 
-def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
-    """Attend with each run of queries to the keys that it may attend to."""
+def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece], held: Sequence[Piece]) -> Tensor:
+    """Attend with each run of queries to the keys that it may attend to.
+
+    held: the keys that this rank has, all that a document's run may attend to one behind the other.
+    """
     inputs, causal, (q, k, v) = problem.inputs, problem.weights.causal, part.tensors
     documents = _documents(inputs)
     outs, query = [], 0
@@ -313,7 +343,8 @@ def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
         if causal:
             keys = min(first + keys, start + size) - first
         mask = None if part.mask is None else sliced(part.mask, start, size, first, keys)
-        of_run = q.narrow(2, query, size), k.narrow(2, first, keys), v.narrow(2, first, keys)
+        ((place, _),) = within([(first, first + 1)], held)
+        of_run = q.narrow(2, query, size), k.narrow(2, place, keys), v.narrow(2, place, keys)
         outs.append(_kernel(problem, of_run, mask, causal, start - first))
         query += size
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
@@ -341,45 +372,17 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
     if weights.dropout_p and not (weights.uses_spans and compiles):
         raise problem.call.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     world, rank, numbers = place.world, place.rank, numbers_of(layout, 0)
+    if compiles and (weights.uses_spans or problem.inputs.listed):
+        return _in_graph(problem, part, place, numbers, world, rank)
     if weights.uses_spans:
-        if compiles:
-            return _in_graph(problem, part, place, numbers, world, rank)
         assert part.scores.spans is not None
         round_ = round_by(part.scores.spans, numbers, world, rank, _blocks_maker(part))
     else:
         # Symbolic ints have no hash.
-        make = _round if compiles else _cached_round
-        round_ = make(numbers, world, rank, weights.causal, problem.inputs.packed, part.mask is None)
+        make = round_of if compiles else cached_round
+        round_ = make(numbers, world, rank, weights.causal, layout.is_packed, part.mask is None)
     ring = Ring(place, round_, part.scores, place, backward_exchanges(round_), problem.note)
     return attend_round(ring, *part.tensors, part.mask, part.sinks)
-
-
-def _round(numbers: Layout, world: int, rank: int, causal: bool, packed: bool, plain: bool) -> Round:
-    """Return the blocks of each step, and how the shard of each but the first comes from its owner.
-
-    numbers: the layout of the sequence. plain: whether there is no mask.
-    """
-    shards = [pieces(numbers, world, peer) for peer in range(world)]
-    steps = [
-        tuple(blocks_of(shards[rank], shards[(rank - step) % world], causal, packed, plain))
-        for step in range(world)
-    ]
-    if causal and plain and not packed:
-        steps[0] = tuple(own_block(shards[rank]))
-    shifts = []
-    for step in range(1, world):
-        sent = [
-            keys_before(shards[peer], shards[(peer + step) % world] if causal and not packed else None)
-            for peer in range(world)
-        ]
-        received = [sent[(peer - step) % world] for peer in range(world)]
-        shard = pair(by_sizes(2, sent), rotated(2, sent, step))
-        gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
-        shifts.append(Shift(((0, sent[rank]),), shard, gradient))
-    return Round(tuple(steps), tuple(shifts), pair(numbers, WHOLE))
-
-
-_cached_round = functools.lru_cache(256)(_round)
 
 
 # ---- compiled ----
@@ -397,7 +400,7 @@ def _in_graph(
         name, value = ("bias", "a function") if weights.bias is not None else ("dropout_p", weights.dropout_p)
         raise problem.call.error(name, f"{value} in compiled code, beside spans or a window", "none")
     left, right = weights.window or (None, None)
-    documents = inputs.queries.numbers[2:] if inputs.packed else ()
+    documents = inputs.queries.lengths if inputs.packed else ()
     sides = (-1 if left is None else left, -1 if right is None else right)
     description = Description(
         (place.handle, place.world, place.rank),

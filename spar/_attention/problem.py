@@ -55,7 +55,12 @@ class Inputs:
 
     @property
     def packed(self) -> bool:
-        return self.queries.kind == "packed"
+        return self.queries.is_packed
+
+    @property
+    def listed(self) -> bool:
+        """Whether any runs of documents lie on a rank, which then needs keys of few other ranks."""
+        return self.queries.kind == "balanced"
 
     @property
     def total_keys(self) -> int:
@@ -95,6 +100,11 @@ class Weights:
     def uses_spans(self) -> bool:
         """Whether spans say which blocks there are."""
         return self.spans is not None or self.window is not None or self.bias is not None
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether blocks can be computed apart and merged."""
+        return self.attend is None and self.dropout_p == 0.0
 
     @property
     def by_blocks(self) -> bool:
@@ -185,7 +195,7 @@ def _check_shapes(call: Arguments, inputs: Inputs) -> None:
             raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
         if keys != queries or k.size(seq) != q.size(seq):
             _check_tokens(call, "k", k, inputs, keys)
-    if keys != queries and "packed" in (queries.kind, keys.kind if keys is not None else ""):
+    if keys != queries and (queries.is_packed or (keys is not None and keys.is_packed)):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
 
 
@@ -316,7 +326,7 @@ def _joined_spans(call: Arguments, inputs: Inputs, weights: Weights) -> Spans | 
             raise call.error("mask", f"Spans of {list(shape)}", expected)
     if torch.compiler.is_compiling():
         return given
-    documents = inputs.queries.numbers[2:] if inputs.packed else ()
+    documents = inputs.queries.lengths if inputs.packed else ()
     return with_keywords(given, (queries, keys, weights.causal, weights.window, documents))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, total_of
+from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, shards, total_of
 
 # (start, size) in the whole; a start of -1 stands for zeros.
 Wanted = Sequence[tuple[int, int]]
@@ -47,33 +47,32 @@ class Plan(NamedTuple):
         return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
 
 
-def plan_pieces(shards: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> Plan:
+def plan_pieces(of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> Plan:
     """Return a rank's plan.
 
-    shards: the runs that each rank holds. wanted: what each rank wants; starts ascend, but for zeros.
+    of_ranks: the runs that each rank holds. wanted: what each rank wants.
     """
     held = sorted(
         [
             (start, size, owner, at)
-            for owner, runs in enumerate(shards)
+            for owner, runs in enumerate(of_ranks)
             for (start, size, _), at in zip(runs, _offsets(runs), strict=True)
             if size > 0
         ]
     )
-    world, sent = len(shards), []
+    world, sent = len(of_ranks), []
+    ends = [start + size for start, size, _, _ in held]
     sizes = [0] * (world * world)
     # Of this rank's pieces: (owner, place in its shard or in what it sends to this rank, size).
     found: list[tuple[int, int, int]] = []
     for receiver, listed in enumerate(wanted):
-        first = 0
         for start, size in listed:
             if start == ZEROS:
                 if receiver == rank and size > 0:
                     found.append((ZEROS, 0, size))
                 continue
-            while first < len(held) and held[first][0] + held[first][1] <= start:
-                first += 1
-            for run, count, owner, at in itertools.islice(held, first, None):
+            for number in range(bisect.bisect_right(ends, start), len(held)):
+                run, count, owner, at = held[number]
                 if run >= start + size:
                     break
                 low, high = max(start, run), min(start + size, run + count)
@@ -84,7 +83,7 @@ def plan_pieces(shards: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], ran
                     sizes[cell] += high - low
                     if owner == rank:
                         sent.append((place, high - low))
-    own = sum([run.size for run in shards[rank]])
+    own = sum([run.size for run in of_ranks[rank]])
     starts = list(itertools.accumulate(sizes[rank * world : (rank + 1) * world], initial=own))
     order = [
         (at if owner in (rank, ZEROS) else starts[owner] + at, size) if owner != ZEROS else (ZEROS, size)
@@ -193,17 +192,17 @@ def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: in
 
     documents: whether the sequences of a packed layout are apart; else the whole is one.
     """
-    shards = [pieces(layout, world, peer) for peer in range(world)]
-    ends = _ends(shards) if documents else {0: (0, total_of(layout))}
+    held = shards(layout, world)
+    ends = _ends(held) if documents else {0: (0, total_of(layout))}
     wanted: list[list[tuple[int, int]]] = []
-    for runs in shards:
+    for runs in held:
         listed: list[tuple[int, int]] = []
         for run in runs:
             if run.size > 0:
                 low, high = ends[run.sequence if documents else 0]
                 listed += within(run.start + offset, run.size + more, low, high)
         wanted.append(listed)
-    return plan_pieces(shards, wanted, rank)
+    return plan_pieces(held, wanted, rank)
 
 
 remembered_plan = functools.lru_cache(256)(plan_runs)
@@ -219,10 +218,10 @@ def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
     return found
 
 
-def _ends(shards: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
+def _ends(held: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
     """Return where each packed sequence begins and ends, of which some rank may hold nothing."""
     found: dict[int, tuple[int, int]] = {}
-    for start, size, sequence in itertools.chain(*shards):
+    for start, size, sequence in itertools.chain(*held):
         low, high = found.get(sequence, (start, start + size))
         found[sequence] = min(low, start), max(high, start + size)
     return found

@@ -127,9 +127,9 @@ def _called(
     seq: int,
 ) -> Any:
     """Call fn for the sequence, or for each packed document."""
-    lengths = layout.numbers[2:] if layout.kind == "packed" else (layout.total,)
     if cu_seqlens:
         return fn(*own, *parameters, cu_seqlens=layout.cu_seqlens().to(own[0].device))
+    lengths = layout.lengths
     if len(lengths) == 1:
         return fn(*own, *parameters)
     results = [

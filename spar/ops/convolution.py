@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .._exchange.arguments import Arguments
 from .._exchange.gathering import gather_pieces
-from .._exchange.layouts import Layout, pieces
+from .._exchange.layouts import Layout, shards
 from .._exchange.pieces import ZEROS, Part, Plan, fragments, plan_pieces, within
 from .._exchange.watch import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
@@ -57,7 +57,7 @@ def _windows(
         lows = {x.start: x.low for x in fragments(layout, lengths, world, peer)}
         windows = [(x, lows.get(x.start, x.start), min(before, x.size)) for x in listed]
         wanted.append([part for x, low, count in windows for part in _window(x.start, before, count, low)])
-    plan = plan_pieces([pieces(layout, world, peer) for peer in range(world)], wanted, rank)
+    plan = plan_pieces(shards(layout, world), wanted, rank)
     order: list[Part] = []
     parts = iter(plan.order)
     for x in of_ranks[rank]:
@@ -132,7 +132,7 @@ def convolve(
     """
     with Arguments("SequenceLayout.halo", x, layout.group) as call:
         numbers = checked_numbers(call, "layout", layout, call.dim("dim", dim), False)[1:]
-        lengths = tuple(layout.numbers[2:]) if layout.kind == "packed" else (layout.total,)
+        lengths = layout.lengths
         place = call.world, call.rank, x.device
         windows = _remembered((0, *numbers), lengths, documents or lengths, before, *place)
         # Storage of the gradient of fn's result: see _Tap.

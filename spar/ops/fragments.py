@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
-from .._exchange.layouts import Layout, Piece, pieces
+from .._exchange.layouts import Layout, Piece, shards
 from ..sequence_layout import SequenceLayout, numbers_of
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -57,13 +57,13 @@ def fragments_of(
         none, or the layout has them.
     """
     find = _found if is_dynamo_compiling() else _remembered
-    return find(numbers_of(layout, 0), layout.kind == "packed", world, rank, documents)
+    return find(numbers_of(layout, 0), layout.is_packed, world, rank, documents)
 
 
 def _found(
     numbers: Layout, packed: bool, world: int, rank: int, documents: Lengths | None
 ) -> tuple[list[Fragment], Succession]:
-    fragments = [_of_rank(numbers, packed, world, peer, documents) for peer in range(world)]
+    fragments = [_of_rank(runs, packed, documents) for runs in shards(numbers, world)]
     return fragments[rank], _succession(fragments, rank)
 
 
@@ -71,11 +71,9 @@ def _found(
 _remembered = functools.lru_cache(maxsize=16)(_found)
 
 
-def _of_rank(
-    numbers: Layout, packed: bool, world: int, rank: int, documents: Lengths | None
-) -> list[Fragment]:
-    """Return the fragments of a rank; neighbours are joined."""
-    runs = [run for run in pieces(numbers, world, rank) if run.size > 0]
+def _of_rank(held: Sequence[Piece], packed: bool, documents: Lengths | None) -> list[Fragment]:
+    """Return the fragments of the runs that a rank holds; neighbours are joined."""
+    runs = [run for run in held if run.size > 0]
     if documents is None:
         return _joined(None, [(run.sequence if packed else 0, run) for run in runs])
     found: list[Fragment] = []

@@ -17,7 +17,7 @@ from .._tracing import constant
 from ..loss import WIDE, divided, number_of
 from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
-from .samples import check_shard, lengths_of, sample_of_token
+from .samples import check_shard, sample_of_token
 
 _NAME = "masked_mean"
 
@@ -117,7 +117,7 @@ def _weights_by_unit(
     """Divide the weight of each token by the sum of its sample's, or its group's, on all ranks."""
     rows = weights.size(0)
     sample = sample_of_token(layout, rows, weights.device)
-    count, alone = rows * len(lengths_of(layout)), call.group.world == layout.group.size()
+    count, alone = rows * len(layout.lengths), call.group.world == layout.group.size()
     if groups is None:
         units = torch.arange(count, device=weights.device)
         if not alone:  # numbers that no other sequence group has

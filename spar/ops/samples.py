@@ -21,14 +21,9 @@ def check_shard(call: Arguments, name: str, x: Tensor, layout: SequenceLayout) -
         raise call.error(name, f"of shape {list(x.shape)}", expected)
 
 
-def lengths_of(layout: SequenceLayout) -> tuple[int, ...]:
-    """Return the lengths of the samples of each row."""
-    return layout.numbers[2:] if layout.kind == "packed" else (layout.total,)
-
-
 def sample_of_token(layout: SequenceLayout, rows: int, device: torch.device) -> Tensor:
     """Return the sample of each token of this rank: int64 `[B, S/P]`; samples count row by row."""
-    count, ends = len(lengths_of(layout)), layout.cu_seqlens().to(torch.int64)
+    count, ends = len(layout.lengths), layout.cu_seqlens().to(torch.int64)
     document = torch.searchsorted(ends, layout.index(), right=True) - 1
     first = torch.arange(rows, device="cpu")[:, None] * count
     return (first + document).to(device)
@@ -36,5 +31,4 @@ def sample_of_token(layout: SequenceLayout, rows: int, device: torch.device) -> 
 
 def split_samples(whole: Tensor, layout: SequenceLayout) -> list[Tensor]:
     """Split `[B, S, ...]` in natural order into its samples, `[length, ...]` each."""
-    lengths = list(lengths_of(layout))
-    return [sample for row in whole.unbind() for sample in row.split(lengths)]
+    return [sample for row in whole.unbind() for sample in row.split(layout.lengths)]

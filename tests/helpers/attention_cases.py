@@ -70,11 +70,12 @@ def _layout_of(kind: str, total: int, draw: random.Random, world: int) -> tuple[
         "even": lambda group: SequenceLayout.even(total, group),
         "zigzag": lambda group: SequenceLayout.zigzag(total, group),
         "packed": lambda group: SequenceLayout.packed(lengths, group),
+        "balanced": lambda group: SequenceLayout.balanced(lengths, group),
         "local": lambda group: SequenceLayout("local", sizes, group),
         "hybrid": lambda state: SequenceLayout.hybrid(total, state),
     }
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return make[kind], owner if kind == "packed" else None
+    return make[kind], owner if kind in ("packed", "balanced") else None
 
 
 def make_case(seed: int, world: int, hybrid: bool = False) -> Case:
@@ -90,7 +91,7 @@ def make_case(seed: int, world: int, hybrid: bool = False) -> Case:
     width = draw.choice([4, 8])
     value_width = draw.choice([width, width, 3])
     method = draw.choice(["ulysses", "gather", "ring"])
-    kind = draw.choice(["even", "zigzag", "packed", "local", *["hybrid"] * 3 * hybrid])
+    kind = draw.choice(["even", "zigzag", "packed", "balanced", "local", *["hybrid"] * 3 * hybrid])
     parts = [kind]
     layout, owner = _layout_of(kind, total, draw, world)
     # ---- the keys ----

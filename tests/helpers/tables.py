@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.reference import among, in_runs, packed, rule, zigzag
-from spar import SequenceLayout
+from spar import _C, SequenceLayout
 from spar._exchange import layouts
 from spar._exchange.layouts import WHOLE, Args, Layout, by_sizes, even, pair
 from spar._group import setup
@@ -151,6 +151,13 @@ def _of_total(total: int, world: int) -> tuple[int]:
     return (total,)
 
 
+def _balanced(world: int, lengths: Sequence[int]) -> list[int]:
+    """Read the owners from the core's numbers; `test_balance.py` compares these with what they promise."""
+    _, *numbers = _C.balance(tuple(lengths), world, 0.05)
+    runs = numbers[len(lengths) : len(numbers) - world]
+    return [rank for rank, size in zip(runs[::2], runs[1::2], strict=True) for _ in range(size)]
+
+
 MAKERS = {
     "even": Maker(
         "total, group=None",
@@ -175,6 +182,14 @@ MAKERS = {
         lambda world, lengths: packed(lengths, world),
         lambda lengths: lengths,
         lambda group, lengths: SequenceLayout.packed(lengths, group),
+    ),
+    "balanced": Maker(
+        "lengths, group=None, tolerance=0.05",
+        lambda world: [(lengths,) for lengths in (*DOCUMENTS, [5] * 2 * world, [1])],
+        lambda total, world: ([3, 0, total - 6, 1, 2],),
+        _balanced,
+        lambda lengths: lengths,
+        lambda group, lengths: SequenceLayout.balanced(lengths, group),
     ),
     "joint": Maker(
         "text, image, group=None",

@@ -16,6 +16,7 @@ import spar
 
 from .shards import (
     DOCUMENTS,
+    DOCUMENTS_OF,
     PLACES,
     WIDE,
     Run,
@@ -27,6 +28,7 @@ from .shards import (
     gather,
     indices,
     joined,
+    long_and_short,
     split,
     swap,
 )
@@ -78,6 +80,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Setting, Sizes], spar.SequenceLayout]]] 
     "even": ("uneven", lambda s, n: spar.SequenceLayout.even(sum(n), s.group)),
     "zigzag": ("zigzag", lambda s, n: spar.SequenceLayout.zigzag(sum(n), s.group)),
     "packed": ("packed", lambda s, n: spar.SequenceLayout.packed(DOCUMENTS, s.group)),
+    "balanced": ("balanced", lambda s, n: spar.SequenceLayout.balanced(long_and_short(s.world), s.group, 0)),
     "joint": ("joint", lambda s, n: spar.SequenceLayout.joint(5, sum(n) - 5, s.group)),
     "from_local": ("uneven", lambda s, n: spar.SequenceLayout.from_local(n[s.rank], s.group)),
     "hybrid": ("hybrid", lambda s, n: spar.SequenceLayout.hybrid(sum(n), s.state)),
@@ -112,7 +115,7 @@ def attention_case(
     def call(f: Any, s: Setting, n: Sizes, mask: Tensor | None, *qkv: Tensor) -> Any:
         return f(*qkv, layout(s, n), mask=mask, **options)
 
-    more = {"causal": causal, "masked": masked, "documents": name == "packed", "window": window}
+    more = {"causal": causal, "masked": masked, "documents": DOCUMENTS_OF.get(name), "window": window}
     return case("attention", attend, variant, call, where, **more)
 
 
@@ -377,6 +380,7 @@ ATTENTION = [
     attention_case("ring x ulysses, causal", "hybrid", None),
     *(attention_case(f"{method}, window, zigzag", "zigzag", method, window=2) for method in METHODS),
     attention_case("gather, window, packed", "packed", "gather", window=2),
+    *(attention_case(f"{method}, causal, balanced", "balanced", method) for method in METHODS),
     case("by_heads", accumulate_tokens, "uneven", summed_by_heads, "uneven"),
     case("by_state", accumulate_tokens, "zigzag", summed_by_state, "zigzag"),
 ]

@@ -65,6 +65,17 @@ def _segments(*starts: int) -> Callable[[Tensor, int], Index]:
     ]
 
 
+def long_and_short(world: int) -> tuple[int, ...]:
+    """Return lengths of which balanced ranks without tolerance cut the first one, and have one other each."""
+    return 6 * world, *[3] * world
+
+
+def _balanced(x: Tensor, world: int) -> Index:
+    """The long document lies on the ranks from both ends inwards."""
+    long, *short = x.split(long_and_short(world))
+    return [torch.cat(parts) for parts in zip(_zigzag(long, world), short, strict=True)]
+
+
 def _multiple(world: int) -> int:
     return 6 * world
 
@@ -80,10 +91,18 @@ PLACES = {
     "zigzag": _places(_zigzag),
     "even zigzag": _places(_zigzag, _multiple),
     "packed": _places(*_documents),
+    "balanced": _places(_balanced, lambda world: sum(long_and_short(world))),
     "joint": _places(_segments(5)),
     "hybrid": _places(_zigzag, ring=True),
     "even hybrid": _places(_zigzag, _multiple, ring=True),
     "packed hybrid": _places(*_documents, ring=True),
+}
+
+
+# By the name of a layout, the lengths of its documents for a number of ranks.
+DOCUMENTS_OF: dict[str, Callable[[int], Sequence[int]]] = {
+    "packed": lambda world: DOCUMENTS,
+    "balanced": long_and_short,
 }
 
 
@@ -175,9 +194,18 @@ def accumulate_tokens(s: Setting, run: Run, index: Index) -> Trial:
 
 
 def attend(
-    s: Setting, run: Run, index: Index, causal: bool, masked: bool, documents: bool, window: int | None = None
+    s: Setting,
+    run: Run,
+    index: Index,
+    causal: bool,
+    masked: bool,
+    documents: Callable[[int], Sequence[int]] | None,
+    window: int | None = None,
 ) -> Trial:
-    """run: also of the mask of keys. documents: each attends to itself alone. window: so many keys before."""
+    """run: also of the mask of keys. documents: their lengths; each attends to itself alone.
+
+    window: so many keys before.
+    """
     query_heads, key_heads = 2 * s.world + 2, s.world + 1
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, total(index), heads, HEAD) for heads in (query_heads, key_heads, key_heads)]
@@ -186,8 +214,9 @@ def attend(
     forbidden = ((position > position[:, None]) & causal)[None, None]  # [B or 1, 1, S, S]
     if window is not None:
         forbidden = forbidden | (position < position[:, None] - window)
-    if documents:
-        document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
+    if documents is not None:
+        lengths = torch.tensor(documents(s.world))
+        document = torch.arange(len(lengths)).repeat_interleave(lengths)
         forbidden = forbidden | (document != document[:, None])
     if masked:
         mask = position.expand(2, -1) % 4 != 1

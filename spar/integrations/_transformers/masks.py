@@ -137,7 +137,7 @@ def masks_of(
     if attention_mask is not None and attention_mask.dim() == 4:
         # attention_forward takes one row of queries for a key mask, to which it adds causality
         return attention_mask.expand(-1, -1, total, -1) if attention_mask.size(2) == 1 else attention_mask
-    packed = layout.kind == "packed"
+    packed = layout.is_packed
     if packed and known and attention_mask is None and longest_run(layout) <= shortest_window(config):
         return None
     whole = copy.copy(config)
@@ -184,7 +184,7 @@ def shortest_window(config: Any) -> float:
 
 def longest_run(layout: SequenceLayout) -> int:
     """Return the length of the longest document, or of the sequence."""
-    return max(layout.numbers[2:]) if layout.kind == "packed" else layout.total
+    return max(layout.lengths)
 
 
 def documents_of(position_ids: torch.Tensor) -> torch.Tensor | None:

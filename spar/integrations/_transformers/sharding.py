@@ -113,7 +113,7 @@ class Sharding:
         part["position_ids"] = layout.shard(positions, 1).contiguous()
         # a caller who passes one of these besides is told by Python
         passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
-        apart = None if documents is None or layout.kind == "packed" else lengths_by_sample(documents)
+        apart = None if documents is None or layout.is_packed else lengths_by_sample(documents)
         scan = self.default_scan(mixers, tokens.device) if scan is None else scan
         if carries(self.model, mixers):
             kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
@@ -221,7 +221,7 @@ class Sharding:
         if ends is not None and batch.get("attention_mask") is not None:
             raise self.error("batch['attention_mask']", "passed, and cu_seq_lens_q too", "one of them")
         if ends is None:
-            if not isinstance(layout, SequenceLayout) or layout.kind != "packed":
+            if not isinstance(layout, SequenceLayout) or not layout.is_packed:
                 return None
             ends = layout.cu_seqlens()
         if int(ends[-1]) != total:
@@ -267,7 +267,7 @@ class Sharding:
             raise self.error("layout", f"{layout} of another group", "a layout of `group`")
         if layout.total != total:
             raise self.error("layout", layout, f"a layout of {total} tokens, the whole sequence")
-        if layout.kind == "packed" and documents is not None and lengths_of(documents) is None:
+        if layout.is_packed and documents is not None and lengths_of(documents) is None:
             raise self.error("layout", layout, "an even or zigzag one: the samples' documents differ")
         if min(layout.sizes) == 0:
             empty = layout.sizes.index(0)

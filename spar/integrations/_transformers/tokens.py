@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     @property
     def are_one_sequence(self) -> bool:
         """Whether one process would compute the same: a rank has all tokens, and there are no documents."""
-        return self.layout.group.size() == 1 and self.layout.kind != "packed" and self.documents is None
+        return self.layout.group.size() == 1 and not self.layout.is_packed and self.documents is None
 
     def by_heads(
         self,

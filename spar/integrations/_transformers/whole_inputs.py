@@ -172,8 +172,8 @@ class _Inputs:
         window = self.site.window
         if window is not None and longest_run(self.layout) > window:
             raise self.call.error(name, "None", f"a mask, as there is a window of {window} tokens")
-        if self.layout.kind == "packed":
-            return _of_documents(self.layout.numbers[2:])
+        if self.layout.is_packed:
+            return _of_documents(self.layout.lengths)
         # only sdpa is causal without a mask
         return _of_documents((self.total,)) if self.attention() == "eager" else None
 
