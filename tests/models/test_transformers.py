@@ -67,6 +67,19 @@ def test_padding_and_documents_are_exact(pool: Ranks, world: int) -> None:
     pool(world, check_masks)
 
 
+def check_balanced(rank: int, world: int, group: llms.Group, name: str) -> None:
+    """Documents that mostly stay whole, one of which a rank shares with others."""
+    lengths = (5, 20, 4, 12)
+    layout = SequenceLayout.balanced(lengths, group)
+    for method in (None, *METHODS):
+        check_exact(maker(name), packed(*lengths), group, method=method, layout=layout)
+
+
+@pytest.mark.parametrize("name", ["llama", "windows in some layers"])
+def test_balanced_layouts_are_exact(pool: Ranks, name: str) -> None:
+    pool(3, check_balanced, name)
+
+
 def check_hybrid(rank: int, world: int, group: llms.Group) -> None:
     """Ring x ulysses, and its group taken from the layout."""
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)

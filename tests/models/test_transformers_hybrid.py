@@ -300,6 +300,18 @@ def test_documents_in_other_layouts(pool: Ranks, name: str) -> None:
     pool(3, check_other_layouts, name)
 
 
+def check_balanced(rank: int, world: int, group: Group, name: str) -> None:
+    """Documents that mostly stay whole; states go from rank to rank in the others."""
+    layout = SequenceLayout.balanced(DOCUMENTS[0], group)
+    for scan in (None, "state"):
+        check_documents(maker(name), DOCUMENTS, group, layout=layout, scan=scan)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+def test_documents_in_a_balanced_layout(pool: Ranks, name: str) -> None:
+    pool(3, check_balanced, name)
+
+
 def check_one_rank(rank: int, world: int, group: Group, name: str) -> None:
     """Packed documents are apart on one rank, too."""
     check_documents(maker(name), DOCUMENTS, group)
