@@ -47,6 +47,7 @@ COMPILED_ONLY = {
     ("diffusers.md", 1): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 2): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 3): "compares a model of diffusers: tests/models/test_diffusers.py",
+    ("diffusers.md", 4): "an autoencoder of diffusers: tests/models/test_diffusers_vae.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     (
