@@ -17,6 +17,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
+from . import multimodal_types
+
 VOCABULARY, LENGTH, PADDING, LABELS = 61, 21, 4, 3
 
 
@@ -33,7 +35,10 @@ TASKS = {
     "token": Task("Token classification", "TOKEN_CLASSIFICATION"),
     "masked": Task("Masked language models", "MASKED_LM"),
     "seq2seq": Task("Encoder-decoders", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "multimodal": Task("Images, video and sound beside text", "MULTIMODAL_LM"),
+    "speech": Task("Speech recognition", "SPEECH_SEQ_2_SEQ"),
 }
+TOWERS = ("multimodal", "speech")  # whose batches have images or sound
 
 
 def types(task: str) -> dict[str, str]:
@@ -198,7 +203,9 @@ VARIANTS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
 )
 
 
-def small(config: Any, changes: dict[str, Any], dropped: tuple[str, ...] = ()) -> dict[str, Any]:
+def small(
+    config: Any, changes: dict[str, Any], dropped: tuple[str, ...], sizes: dict[str, Any]
+) -> dict[str, Any]:
     """Return arguments of a small config of the kind of a default one, and of the configs within it."""
     kind = type(config)
     config.allow_global_per_layer_attribute_access = True  # of configs whose layers differ
@@ -208,7 +215,7 @@ def small(config: Any, changes: dict[str, Any], dropped: tuple[str, ...] = ()) -
         own = kind.attribute_map.get(name, name)
         return hasattr(config, name) and not isinstance(getattr(kind, own, None), property)
 
-    for name, value in SIZES.items():
+    for name, value in sizes.items():
         if has(name) and (getattr(config, name) is not None or name.endswith(("token_id", "vocab_size"))):
             made[name] = value
     if getattr(config, "is_encoder_decoder", False):
@@ -220,8 +227,10 @@ def small(config: Any, changes: dict[str, Any], dropped: tuple[str, ...] = ()) -
     parts = {**(kind.sub_configs or {}), **getattr(kind, "sub_configs_defaults", {})}
     for name in parts:
         part = getattr(config, name, None)
-        if part is not None:
-            made[name] = type(part)(**small(part, changes.get(name, {}), dropped))
+        if part is None and name in changes:
+            made[name] = changes[name]
+        elif part is not None:
+            made[name] = type(part)(**small(part, changes.get(name, {}), dropped, sizes))
     made = {name: value for name, value in made.items() if name not in dropped}
     return made | {name: value for name, value in changes.items() if name not in parts}
 
@@ -230,13 +239,23 @@ def configs(task: str, kind: str) -> Iterator[Any]:
     """Yield small configs of a type, or errors, of which the first that makes a model is used."""
     cls = getattr(transformers, types(task)[kind]).config_class or transformers.CONFIG_MAPPING[kind]
     changes = OVERRIDES.get(kind, {}) | (CAUSAL.get(kind, {}) if task == "causal" else {})
+    sizes = SIZES
+    if task in TOWERS:
+        sizes = SIZES | multimodal_types.SIZES
+        parts = {name: getattr(cls(), name, None) for name in cls.sub_configs or {}}
+        known = {
+            name: OVERRIDES[part.model_type]
+            for name, part in parts.items()
+            if part and part.model_type in OVERRIDES
+        }
+        changes = known | changes | multimodal_types.OVERRIDES.get(kind, {})
     if task == "causal":
         changes = {"is_decoder": True} | changes
     elif task in ("sequence", "token"):
         changes = {"num_labels": LABELS} | changes
     for dropped, added in VARIANTS:
         try:
-            config = cls(**small(cls(), added | changes, dropped))
+            config = cls(**small(cls(), added | changes, dropped, sizes))
         except Exception as error:
             yield error
         else:
@@ -263,6 +282,8 @@ def build(task: str, config: Any, kind: str) -> nn.Module:
 
 def batch(task: str, kind: str, model: Any) -> dict[str, Tensor]:
     """Return two rows, of which the second has padding on its right."""
+    if task in TOWERS:
+        return multimodal_types.batch(kind, model)
     length = 24 if kind == "reformer" else LENGTH  # which is trained with whole chunks
     ids = torch.randint(5, VOCABULARY - 1, (2, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

@@ -25,7 +25,13 @@ _SEQUENCE = "bert bart deberta-v2 falcon gemma2 gpt2 llama mistral modernbert qw
 _TOKEN = "bert deberta distilbert layoutlm llama modernbert qwen3 roberta"
 _MASKED = "albert bert deberta-v2 electra esm fnet longformer modernbert roberta xlm"
 _SEQ2SEQ = "bart led m2m_100 mt5 pegasus t5 umt5"
+_MULTIMODAL = """
+    aria florence2 gemma4 glm4v_moe idefics2 kimi_k25 lfm2_vl lighton_ocr llama4 llava_next minicpmv4_6
+    phi4_multimodal qwen2_5_vl qwen3_omni_moe_thinker
+"""
+_SPEECH = "moonshine qwen3_asr speech_to_text voxtral"
 LISTED = {"causal": _CAUSAL, "sequence": _SEQUENCE, "token": _TOKEN, "masked": _MASKED, "seq2seq": _SEQ2SEQ}
+LISTED |= {"multimodal": _MULTIMODAL, "speech": _SPEECH}
 CASES = [(task, kind) for task, kinds in LISTED.items() for kind in kinds.split()]
 
 
