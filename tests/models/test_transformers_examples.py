@@ -29,6 +29,7 @@ def run_example(folder: Path, name: str, arguments: list[str]) -> None:
     [
         ("transformers_train.py", [], "proved: a stock Qwen3ForCausalLM learns the same over 4 ranks"),
         ("transformers_train.py", ["--dp", "2", "--fsdp", "--steps", "6"], "dp 2 x cp 2, FSDP2"),
+        ("vision_language.py", ["--steps", "6"], "proved: a stock Qwen3-VL learns the same over 4 ranks"),
         ("packed.py", [], "packed documents as one process does one by one"),
         ("rl.py", ["--dp", "2", "--fsdp"], "proved: GRPO learns the same over 4 ranks"),
     ],
