@@ -43,7 +43,7 @@ COMPILED_ONLY = {
         "diffusers.md",
         0,
     ): "downloads weights; tests/models/test_diffusers.py makes the same calls with small models",
-    ("any-model.md", 2): "downloads weights; tests/models/test_multimodal.py makes the same calls",
+    ("multimodal.md", 0): "downloads weights; tests/models/test_multimodal.py makes the same calls",
     ("diffusers.md", 1): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 2): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 3): "compares a model of diffusers: tests/models/test_diffusers.py",
