@@ -31,11 +31,11 @@ LENGTHS = (8, 10, 13, 14, 17)
 
 
 def check_graphs(
-    function: Function, arguments: Callable[[int], tuple[Any, ...]], compiles: bool = True
+    function: Function, arguments: Callable[[int], tuple[Any, ...]], compiles: bool = True, most: int = 2
 ) -> None:
     """Compare results and gradients with eager ones for each length; count the graphs.
 
-    compiles: whether this rank compiles the function, or runs it twice.
+    compiles: whether this rank compiles the function, or runs it twice. most: how many graphs.
     """
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -51,7 +51,7 @@ def check_graphs(
         for eager, other in zip(*results, strict=True):
             assert_same(other, eager, length)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    assert graphs in ((1, 2) if compiles else (0,))
+    assert 1 <= graphs <= most if compiles else graphs == 0, graphs
 
 
 def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
@@ -75,8 +75,9 @@ def check_layout(rank: int, world: int, group: Group, kind: str) -> None:
     # the operations take a layout's pieces as numbers: those of one kind are enough, besides hybrid ones
     function = by_layout if kind == "packed" else there_and_back
     if kind == "balanced":
-        # The runs of one document are as many for any length; no graph makes the layout.
-        check_graphs(function, lambda n: (inputs[n], SequenceLayout.balanced([n], group)), rank == 0)
+        # One document has as many runs for any length. Sizes that are equal on both ranks are one symbol,
+        # so that others need a graph more. No graph makes the layout.
+        check_graphs(function, lambda n: (inputs[n], SequenceLayout.balanced([n], group)), rank == 0, 3)
         return
     make = lambda n: maker.in_graph(group, *maker.of(n, world))  # noqa: E731
     check_graphs(function, lambda n: (inputs[n], make(n)), rank == 0)
