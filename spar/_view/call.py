@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 class Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("is_simple", "is_view", "plan", "replaced", "run", "shard", "shards")
+    __slots__ = ("copies", "is_simple", "plan", "replaced", "run", "shard", "shards")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
@@ -44,7 +44,7 @@ class Step:
         self.replaced = () if plan is None else plan.replaced
         self.shard: Shard | None = None  # of a single result
         self.shards: list[Shard | None] | None = None  # of several
-        self.is_view = False  # whether its results share memory
+        self.copies = False  # whether results would share memory if nothing was sharded, and do not
         self.is_simple = False  # whether to run it is all that there is to do
 
     def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -283,8 +283,7 @@ class _ModelForward(_Forward):
                     check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)
                     sharded.compared = True
                 with intercepted(view), view.forward():
-                    output = self._in_view(args, kwargs)
-                output = view.gather(output)
+                    output = view.output(self._in_view(args, kwargs))
             except BaseException:
                 call.device = view.parts.device.type
                 raise

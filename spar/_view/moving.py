@@ -9,7 +9,7 @@ from .._exchange.arguments import Arguments
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
 from .._exchange.pieces import Plan, plan_pieces
-from .part import COPY, Part, mark, part_of
+from .part import Part, mark, part_of
 
 
 def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
@@ -55,9 +55,7 @@ def cut(x: Tensor, start: int, stop: int) -> Tensor:
     """Return the part of tokens start to before stop, which lie anywhere in the sequences of x."""
     part = part_of(x)
     assert part is not None
-    out = moved(x, within(part, start, stop), start)
-    setattr(out, COPY, True)
-    return out
+    return moved(x, within(part, start, stop), start)
 
 
 def within(part: Part, start: int, stop: int) -> Part:

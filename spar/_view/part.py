@@ -21,7 +21,6 @@ from ..topology.groups_by_name import ParallelState
 
 _T = TypeVar("_T")
 _SHARD = "_spar_shard"
-COPY = "_spar_copy"  # the attribute of a copy that would be a view if nothing was sharded
 
 
 class Part:

@@ -13,13 +13,13 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from .aliases import Aliases
 from .bodies import body_of
 from .call import FunctionCall, Plan, Step, is_inplace, rule_of, verify
 from .moving import moved
-from .part import _SHARD, COPY, Part, Parts, changed, mark, part_of, tensors_in
+from .part import _SHARD, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
-from .slices import Slices
 
 _MOST_STEPS = 20_000
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
@@ -30,6 +30,7 @@ adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel ex
 get_data detach alias get_real get_imag real imag view_as_real view_as_complex
 """
 _VIEWS = frozenset(_VIEWS_NAMES.split())
+_MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too
 # Functions of which nobody could make the result right: they read or change memory of the part.
 _MEMORY_NAMES = """
 data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
@@ -65,7 +66,7 @@ class View(TorchFunctionMode):
         self._functions: dict[Any, _Function] = {}
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._compared = False  # whether the ranks' generators were, in this forward
-        self._slices = Slices()
+        self._aliases = Aliases()
         self.recording = True  # in the first forward
 
     # ---- what a model's hooks call ----
@@ -79,7 +80,7 @@ class View(TorchFunctionMode):
             self.recording = False
         finally:
             self._compared = False
-            self._slices = Slices()
+            self._aliases = Aliases()
             self._watch()
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
@@ -87,18 +88,26 @@ class View(TorchFunctionMode):
         out = self.parts.shard(x, part)
         if not out.is_contiguous():
             out = mark(out.clone(memory_format=torch.preserve_format), part)
-        self._slices.add(out, x)
+        self._aliases.add_slice(out, x)
         return out
 
     def gather(self, value: Any) -> Any:
         """Return a nested value with whole tensors."""
         return changed(self.parts.gather, value)
 
+    def output(self, value: Any) -> Any:
+        """Return a forward's output with whole tensors, at its end."""
+        with without_view():
+            return self.gather(changed(lambda x: self._check_stale("the model's output", x), value))
+
     # ---- the mode ----
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not args and kwargs and "input" in kwargs:  # rules read it by its position
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
         key: list[Any] = [func]
         sharded = False
         for x in args:  # as `_collect`, of which the call takes as long as what it does
@@ -127,17 +136,16 @@ class View(TorchFunctionMode):
             out._spar_shard = step.shard
         else:
             step.mark(out)
-        if step.is_view and args and getattr(args[0], "_spar_copy", False):
-            for x in tensors_in(out):
-                setattr(x, COPY, True)
+        if step.copies:
+            self._aliases.add_copies(tensors_in(out), args[0])
         return out
 
     def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function whose plan is not known, or needs more than to be run."""
         function = self._functions.get(func) or self._function(func)
-        if function.is_inplace or self._slices.written:
+        if function.is_inplace or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
-        if func in _GRADIENTS and self._slices.any:
+        if func in _GRADIENTS and self._aliases.any_slice:
             raise self.error(
                 function.name,
                 "would have gradients of this rank's tokens alone",
@@ -150,29 +158,25 @@ class View(TorchFunctionMode):
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
-            out = func(*args, **kwargs)
-            if args and getattr(args[0], COPY, False) and _is_view(function.name, args):
-                for x in tensors_in(out):
-                    setattr(x, COPY, True)
-            return out
+            return func(*args, **kwargs)
         step = self._step(key, function, func, args, kwargs)
         plan = step.plan
         if plan is None:
             return self._whole(function, func, args, kwargs)
         if self.recording and plan.work[1]:
             self.report.add(plan.work, self.blocks > 0)
+        base: Any = args[0] if args else None
         if plan.moves:
             args, kwargs = self._moved(dict(plan.moves), args, kwargs)
         args, kwargs = step.replace(args, kwargs)
         out = step.run(*args, **kwargs)
         if step.shard is None and step.shards is None:
             step.find_shards(out)
-            step.is_view = _is_view(function.name, args)
+            step.copies = _are_copies(function.name, args, base, out, bool(plan.moves))
             step.is_simple = not (plan.moves or function.is_inplace or function.may_draw)
         step.mark(out)
-        if step.is_view and args and getattr(args[0], COPY, False):
-            for x in tensors_in(out):
-                setattr(x, COPY, True)
+        if step.copies:
+            self._aliases.add_copies(tensors_in(out), base)
         return out
 
     def _step(
@@ -202,7 +206,7 @@ class View(TorchFunctionMode):
 
     def _watch(self) -> None:
         """Note whether each call has to be looked at."""
-        self._is_watching = self._recording or bool(self._slices.written)
+        self._is_watching = self._recording or self._aliases.any_stale
 
     def _function(self, func: Any) -> _Function:
         name = getattr(func, "__name__", str(func))
@@ -267,9 +271,8 @@ class View(TorchFunctionMode):
         if function.is_inplace:
             return self._whole_in_place(function, func, args, kwargs)
         out = func(*self.gather(args), **self.gather(kwargs))
-        if _is_view(name, args):
-            for x in tensors_in(out):
-                setattr(x, COPY, True)
+        if _is_view(name, args) and isinstance(args[0], Tensor):
+            self._aliases.add_copies(tensors_in(out), args[0])
         return out
 
     def _whole_in_place(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -297,24 +300,22 @@ class View(TorchFunctionMode):
             return call(*self.gather(args), **self.gather(kwargs))
 
     def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
-        """Follow changes in place: of a copy in a view's place, of a part of what others may read."""
+        """Follow changes in place, of what others would share the memory of."""
+        for x in tensors_in(args, kwargs) if self._aliases.any_stale else ():
+            self._check_stale(function.name, x)
         if function.is_inplace and args and isinstance(args[0], Tensor):
-            if getattr(args[0], COPY, False):
-                raise self.error(
-                    function.name,
-                    "changes a copy in place, which would be a view if nothing was sharded",
-                    "change the sharded tensor itself, or a clone",
-                )
-            if part_of(args[0]) is not None:
-                self._slices.write(args[0])
-                self._watch()
-        for x in tensors_in(args, kwargs) if self._slices.written else ():
-            if part_of(x) is None and self._slices.is_stale(x):
-                raise self.error(
-                    function.name,
-                    f"reads a tensor of shape {list(x.shape)}, of which a block changed this rank's part",
-                    "change a clone of it in the block",
-                )
+            self._aliases.write(args[0])
+            self._watch()
+
+    def _check_stale(self, name: str, x: Tensor) -> Tensor:
+        if self._aliases.is_stale(x):
+            raise self.error(
+                name,
+                f"reads a tensor of shape {whole_shape(x)} that was changed in place through another one: a "
+                "rank's part, or a copy, which would be a view if nothing was sharded",
+                "change a clone",
+            )
+        return x
 
     # ---- random numbers ----
 
@@ -404,6 +405,14 @@ def _collect(values: Any, key: list[Any]) -> bool:
             key.append(_UNKNOWN)
             sharded = sharded or any(part_of(y) is not None for y in tensors_in(x))
     return sharded
+
+
+def _are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> bool:
+    """Whether results that would share a tensor's memory if nothing was sharded do not."""
+    if not isinstance(base, Tensor) or not _is_view(name, args) or (name in _MAY_COPY and not is_moved):
+        return False
+    memory = base.untyped_storage()._cdata
+    return any(x.untyped_storage()._cdata != memory for x in tensors_in(out))
 
 
 def _is_basic(index: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
 from ..moving import cut, within
-from ..part import COPY, Part, part_of, whole_shape
+from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
 
 
@@ -189,12 +189,7 @@ def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
         return None
     result, take = found[1], taken[1]
 
-    def run(x: Tensor, _: Any) -> Tensor:
-        out = take(x)[found[0]]
-        setattr(out, COPY, True)
-        return out
-
-    return Plan(result, run=run)
+    return Plan(result, run=lambda x, _: take(x)[found[0]])
 
 
 @rule("__setitem__")

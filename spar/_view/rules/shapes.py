@@ -8,10 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
-from ..part import COPY, Part, whole_shape
+from ..part import Part, whole_shape
 
 _EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
 
@@ -81,7 +80,7 @@ def reshape(call: FunctionCall) -> Plan | None:
     found = reshaped(shape, rows, new) if rows is not None else None
     if found is None:
         return None
-    return Plan(found[1], moves_to(call, [(x, rows)]), run=_to(found[0], "reshape", is_copy=True))
+    return Plan(found[1], moves_to(call, [(x, rows)]), run=_to(found[0], "reshape"))
 
 
 def _rows(shape: Sequence[int], part: Part, new: Sequence[int]) -> Part | None:
@@ -103,16 +102,9 @@ def _rows(shape: Sequence[int], part: Part, new: Sequence[int]) -> Part | None:
     return even or min(found, key=lambda each: each[0], default=(0, None))[1]
 
 
-def _to(sizes: list[int], name: str, is_copy: bool = False) -> Any:
-    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        if name not in ("reshape", "reshape_as", "flatten", "ravel"):
-            return x.view(sizes)
-        out = x.reshape(sizes)
-        if is_copy:
-            setattr(out, COPY, True)
-        return out
-
-    return run
+def _to(sizes: list[int], name: str) -> Any:
+    is_reshape = name in ("reshape", "reshape_as", "flatten", "ravel")
+    return lambda x, *_, **__: x.reshape(sizes) if is_reshape else x.view(sizes)
 
 
 @rule("transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that share memory if nothing is sharded, and do not here: changes of one are not in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .part import part_of
+
+
+class _Alias(NamedTuple):
+    """The memory of a tensor that would share that of another one.
+
+    of_whole: it is the same memory, of the whole tensor that a part is a view of: parts have a change of
+        theirs, and the whole lacks those of other ranks.
+    """
+
+    memory: StorageWeakRef
+    of_whole: bool
+
+
+class Aliases:
+    """Those of one forward, by their storages, which views share. Each has all of its aliases."""
+
+    def __init__(self) -> None:
+        self.any_slice = False  # whether a part was sliced from a whole tensor
+        self._of: dict[int, list[_Alias]] = {}
+        self._stale: dict[int, _Alias] = {}  # what lacks a change, by its storage
+
+    def add_slice(self, part: Tensor, whole: Tensor) -> None:
+        """Note that a part was sliced from a whole tensor."""
+        self.any_slice = True
+        own, base = _memory(part), _memory(whole)
+        if own.cdata != base.cdata:
+            self._link(own, base, self._living(base))
+        elif not any(alias.of_whole for alias in self._of.get(own.cdata, ())):
+            self._of.setdefault(own.cdata, []).append(_Alias(base, of_whole=True))
+
+    def add_copies(self, copies: Sequence[Tensor], base: Tensor) -> None:
+        """Note that tensors are copies that would be views of another one, and have no items in common."""
+        memory = _memory(base)
+        others = self._living(memory)
+        for x in copies:
+            self._link(_memory(x), memory, others)
+
+    def _living(self, memory: StorageWeakRef) -> list[_Alias]:
+        """Return the aliases that are still there, and forget the others."""
+        found = [alias for alias in self._of.get(memory.cdata, ()) if not alias.memory.expired()]
+        if found:
+            self._of[memory.cdata] = found
+        return list(found)
+
+    def _link(self, own: StorageWeakRef, base: StorageWeakRef, others: list[_Alias]) -> None:
+        for other in (base, *[alias.memory for alias in others]):
+            if other.cdata != own.cdata:
+                self._of.setdefault(own.cdata, []).append(_Alias(other, of_whole=False))
+                self._of.setdefault(other.cdata, []).append(_Alias(own, of_whole=False))
+
+    def write(self, x: Tensor) -> None:
+        """Note that x is changed in place."""
+        if not self._of or not torch._C._has_storage(x):
+            return
+        own, is_part = _memory(x), part_of(x) is not None
+        for alias in self._living(own):
+            storage = alias.memory.cdata
+            if storage == own.cdata and not is_part:
+                continue
+            known = self._stale.get(storage)
+            if known is None or known.of_whole:
+                self._stale[storage] = alias
+
+    @property
+    def any_stale(self) -> bool:
+        return bool(self._stale)
+
+    def is_stale(self, x: Tensor) -> bool:
+        """Whether x lacks a change that was made through another tensor."""
+        if not self._stale or not torch._C._has_storage(x):
+            return False
+        alias = self._stale.get(_memory(x).cdata)
+        if alias is None or alias.memory.expired():
+            return False
+        return not alias.of_whole or part_of(x) is None
+
+
+def _memory(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())
