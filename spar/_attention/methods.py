@@ -334,20 +334,29 @@ def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece], held: Sequence
     held: the keys that this rank has, all that a document's run may attend to one behind the other.
     """
     inputs, causal, (q, k, v) = problem.inputs, problem.weights.causal, part.tensors
-    documents = _documents(inputs)
-    outs, query = [], 0
+    documents, runs = _documents(inputs), [run for run in runs if run.size]
+    places, counts, firsts = [], [], []
     for start, size, document in runs:
-        if size == 0:
-            continue
         first, keys, _ = documents[document if inputs.packed else 0]
-        if causal:
-            keys = min(first + keys, start + size) - first
+        counts.append(min(first + keys, start + size) - first if causal else keys)
+        places.append(within([(first, first + 1)], held)[0][0])
+        firsts.append(first)
+    queries = q.split([run.size for run in runs], 2)
+    keys_at, values_at = _cut_at(k, places), _cut_at(v, places)
+    outs = []
+    for (start, size, _), own, place, keys, first in zip(runs, queries, places, counts, firsts, strict=True):
         mask = None if part.mask is None else sliced(part.mask, start, size, first, keys)
-        ((place, _),) = within([(first, first + 1)], held)
-        of_run = q.narrow(2, query, size), k.narrow(2, place, keys), v.narrow(2, place, keys)
+        of_run = own, keys_at[place].narrow(2, 0, keys), values_at[place].narrow(2, 0, keys)
         outs.append(_kernel(problem, of_run, mask, causal, start - first))
-        query += size
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+
+def _cut_at(x: Tensor, places: Sequence[int]) -> dict[int, Tensor]:
+    """Cut `[B, H, S, E]` where documents begin: with one gradient, where each slice has one as long as x."""
+    starts = sorted({0, *places})
+    ends = [*starts[1:], x.size(2)]
+    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    return dict(zip(starts, x.split(sizes, 2), strict=True)) if len(starts) > 1 else {0: x}
 
 
 # ---- ring ----
