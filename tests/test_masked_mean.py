@@ -82,6 +82,10 @@ def check_values(rank: int, world: int, group: Group) -> None:
                 averaged = spar.masked_mean(part, weights[:, own], layout, averaged_by=group, **options)
                 (grad,) = torch.autograd.grad(averaged, part)
                 torch.testing.assert_close(grad, gradient[:, own] * world)
+        if name == "packed":  # one sample of far greater weights than the others
+            great = torch.where(units(name, "sample", GROUPS) == 0, 1e18, 1e-3).double() * mask
+            found = spar.masked_mean(values[:, own], great[:, own], layout, by="sample")
+            torch.testing.assert_close(found, plain(values, great, units(name, "sample", GROUPS)))
         none = spar.masked_mean(values[:, own], torch.zeros_like(mask)[:, own], layout, by="sample")
         share = spar.masked_mean((values > 0)[:, own], mask[:, own], layout)
         assert none.item() == 0 and share.dtype == torch.float32
@@ -173,6 +177,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dims": ({"values": torch.ones(2, 10, 1)}, ValueError, r"of shape \[2, 10, 1\]; expected \[B, S/P\]"),
     "mask": ({"mask": torch.ones(2, 9)}, ValueError, r"mask is of shape \[2, 9\] on cpu; expected \[2, 10\]"),
     "list": ({"mask": [1]}, TypeError, "mask is a list; expected a tensor"),
+    "labels": ({"mask": ONES - 101}, ValueError, "mask is -100.0; expected weights of at least 0.*labels !="),
+    "not finite": ({"mask": ONES / 0}, ValueError, "mask is inf; expected weights of at least 0, and finite"),
     "complex": ({"values": ONES * 1j}, TypeError, "values is a tensor of torch.complex64"),
     "by": ({"by": "samples"}, ValueError, "by is 'samples'; expected \"token\", \"sample\" or \"group\""),
     "no groups": ({"by": "group"}, ValueError, "groups is None; expected given with by=\"group\""),

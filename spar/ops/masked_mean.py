@@ -60,7 +60,8 @@ def masked_mean(
         A 0-dim tensor, equal on all ranks, of float64 if values are, else float32. It is 0 without tokens.
 
     Raises:
-        ValueError: a shape does not fit, or arguments do not fit each other.
+        ValueError: a shape does not fit, or arguments do not fit each other, or the mask is negative or not
+            finite. On a GPU the mask's values are not checked.
         TypeError: values or mask is not a tensor of real numbers, or groups not of ints.
         MismatchError: calls differ between ranks. Every rank raises.
     """
@@ -104,6 +105,11 @@ def _check_values(
     if mask.shape != values.shape or mask.device != values.device:
         what = f"of shape {list(mask.shape)} on {mask.device}"
         raise call.error("mask", what, f"{list(values.shape)} on {values.device}, as values are")
+    if mask.is_cpu and not torch.compiler.is_compiling():  # elsewhere it would be awaited
+        wrong = mask[~((mask >= 0) & (mask < torch.inf))]
+        if wrong.numel():
+            what = "weights of at least 0, and finite; of labels pass labels != ignore_index"
+            raise call.error("mask", f"{wrong[0].item()}", what)
 
 
 def _weights_by_unit(
@@ -130,10 +136,11 @@ def _weights_by_unit(
     sizes = [count] * call.world if alone else SequenceLayout.from_local(count, ranks).sizes
     call.input = torch.stack([units, sums.view(torch.int64)], 1)
     gathered = call.apply(by_sizes(0, sizes), WHOLE, ONE)
-    order = gathered[:, 0].contiguous().sort()
-    ends = torch.nn.functional.pad(gathered[:, 1].contiguous().view(WIDE)[order.indices].cumsum(0), (1, 0))
-    lower, upper = (torch.searchsorted(order.values, units, right=right) for right in (False, True))
-    of_unit = ends[upper] - ends[lower]
+    known, sums = gathered[:, 0].contiguous(), gathered[:, 1].contiguous().view(WIDE)
+    order = known.sort().values
+    # At the first place of each unit. Differences of running sums would lose small weights beside great ones.
+    totals = torch.zeros_like(sums).index_add_(0, torch.searchsorted(order, known), sums)
+    of_unit = totals[torch.searchsorted(order, units)]
     shares: torch.Tensor = torch.where(weights == 0, 0, weights / of_unit[sample])
     return shares
 
