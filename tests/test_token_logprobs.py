@@ -143,6 +143,15 @@ def test_samples(ranks: Ranks) -> None:
     ranks(3, check_samples)
 
 
+def check_as_in_float64(logits: Tensor, labels: Tensor, layout: spar.SequenceLayout, bound: float) -> None:
+    wide = logits.detach().double().requires_grad_()
+    found, expected = spar.token_logprobs(logits, labels, layout), plain(wide, labels)
+    torch.testing.assert_close([x.double() for x in found], [*expected], rtol=bound, atol=bound)
+    (grad,) = torch.autograd.grad(sum(x.sum() for x in found), logits)
+    (known,) = torch.autograd.grad(sum(x.sum() for x in expected), wide)
+    torch.testing.assert_close(grad.double(), known, rtol=bound, atol=bound)
+
+
 def check_in_one_process(rank: int, world: int, group: Group) -> None:
     batch, layout = Batch.make(), spar.SequenceLayout.even(TOKENS, group)
 
@@ -163,6 +172,12 @@ def check_in_one_process(rank: int, world: int, group: Group) -> None:
         (grad,) = torch.autograd.grad(sum(x.sum() for x in found), masked)
         (part,) = torch.autograd.grad(sum(x.sum() for x in expected), kept)
         torch.testing.assert_close(grad, torch.nn.functional.pad(part, (9, 0)))
+        # logits whose maximum is far from 0, and ones so far apart that their difference is no float
+        far = (torch.randn(2, TOKENS, VOCABULARY) + 8192).requires_grad_()
+        check_as_in_float64(far, labels, layout, 1e-5)
+        with torch.no_grad():
+            far.masked_fill_(torch.arange(VOCABULARY) < 11, -3e38).masked_fill_(far > 8193, 1e38)
+        check_as_in_float64(far, torch.where(labels < 0, labels, labels.clamp(min=11)), layout, 1e-5)
         # in torch: checkpoints, autocast, frozen parts of the head
         leaves = batch.hidden, batch.weight
         gradients = torch.autograd.grad(both(*leaves)[0].sum(), leaves)
@@ -296,7 +311,14 @@ def check_wrong(rank: int, world: int, group: Group) -> None:
             with pytest.raises(spar.MismatchError, match="rank 1"):
                 spar.token_logprobs(*own, layout, gather="sequence")
         assert spar.token_logprobs(*own, layout, gather="sequence")[0].shape == (2, TOKENS), name
+    many = torch.randn(2, own[1].size(1), 300)
+    for kind in (torch.uint8, torch.int8):  # which have no 299
+        narrow = own[1].clamp(0).to(kind)
+        assert spar.token_logprobs(many, narrow, layout)[0].equal(
+            spar.token_logprobs(many, narrow.long(), layout)[0]
+        )
     for options, error, text in (
+        ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808; expected -"),
         ({"temperature": 0}, ValueError, "temperature is 0; expected a number above 0"),
         ({"temperature": "1"}, TypeError, "temperature is '1'; expected a number"),
         (

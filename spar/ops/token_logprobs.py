@@ -95,14 +95,14 @@ def token_logprobs(
     x, *head = _listed(logits, layout, exchanges)
     with Arguments(_NAME, x, layout.group, "hidden" if head else "logits", exchanges) as call:
         weight, bias = _checked_head(call, x, head)
-        _check_labels(call, labels, layout, ignore_index, len(weight) if head else x.size(2))
+        ignore_index = check_int(call.where, "ignore_index", ignore_index, -(2**63), 2**63 - 1)
+        labels = _checked_labels(call, labels, layout, ignore_index, len(weight) if head else x.size(2))
         check_number(call.where, "temperature", temperature)
         if temperature <= 0:
             raise call.error("temperature", temperature, "a number above 0")
         if gather not in _GATHERS:
             raise call.error("gather", repr(gather), '"sequence", "samples" or None')
-        options = float(temperature), check_int(call.where, "ignore_index", ignore_index)
-        results = token_logprobs_of(x, weight, bias, labels.long(), *options)
+        results = token_logprobs_of(x, weight, bias, labels, float(temperature), ignore_index)
         if gather is None:
             return results
         whole = layout.gather(results, 1, grad_scale)
@@ -153,10 +153,10 @@ def _checked_head(call: Arguments, x: Tensor, head: Sequence[Any]) -> tuple[Any,
     return weight, bias
 
 
-def _check_labels(
+def _checked_labels(
     call: Arguments, labels: Any, layout: SequenceLayout, ignore_index: int, vocabulary: int
-) -> None:
-    """Check that labels fit the logits, the layout and the vocabulary."""
+) -> Tensor:
+    """Check that labels fit the logits, the layout and the vocabulary; return them as int64."""
     plain = isinstance(labels, Tensor) and labels.dtype != torch.bool
     if not plain or labels.is_floating_point() or labels.is_complex():
         what = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
@@ -170,7 +170,9 @@ def _check_labels(
         )
     if labels.device != call.input.device:
         raise call.error("labels", f"on {labels.device}", f"a tensor on {call.input.device}, as logits are")
+    labels = labels.long()  # narrower ints would wrap the vocabulary that they are compared with
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would be awaited
         wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
         if wrong.numel():
             raise call.error("labels", f"{int(wrong[0])}", f"0 to {vocabulary - 1}, or ignore_index")
+    return cast(Tensor, labels)

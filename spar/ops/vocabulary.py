@@ -68,7 +68,10 @@ def _forward(
     temperature: float,
     ignore_index: int,
 ) -> list[Tensor]:
-    """Return the log-probability of each label `[B, S]`, the entropy, and the log-sum-exp `[B S]`."""
+    """Return the log-probability of each label `[B, S]`, the entropy, and the log-sum-exp `[2, B S]`.
+
+    The log-sum-exp is a maximum and the rest: their sum would lose what logits of one size differ in.
+    """
     head, ignored, shape = _Head(x, weight, bias, temperature), labels == ignore_index, labels.shape
     labels = labels.flatten()
     torch._assert_async(
@@ -86,15 +89,17 @@ def _forward(
                 picked[rows] += torch.where(inside, z.gather(1, place)[:, 0], 0)
                 old, sums = top[rows], total[rows]
                 new = torch.maximum(old, z.amax(1))
-                scale = (old - new).exp()
+                step = (old - new).clamp_(min=_LEAST)
+                scale = step.exp()
                 exps = z.sub_(new[:, None]).clamp_(min=_LEAST).exp()
-                weighted[rows] = (weighted[rows] + (old - new) * sums) * scale + (z.mul_(exps)).sum(1)
+                weighted[rows] = (weighted[rows] + step * sums) * scale + (z.mul_(exps)).sum(1)
                 total[rows] = sums * scale + exps.sum(1)
                 top[rows] = new
-    lse = top + total.log()
+    rest = total.log()
     # Results are no views, which FSDP2 warns of.
-    logprobs = (picked - lse).view(shape).masked_fill(ignored, 0)
-    return [logprobs, (total.log() - weighted / total).view(shape).masked_fill(ignored, 0), lse]
+    logprobs = (picked - top - rest).view(shape).masked_fill(ignored, 0)
+    entropy = (rest - weighted / total).view(shape).masked_fill(ignored, 0)
+    return [logprobs, entropy, torch.stack([top, rest])]
 
 
 def _backward(
@@ -111,6 +116,7 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients of x, weight and bias, of those that need one; else empty tensors."""
     head, entropy, labels = _Head(x, weight, bias, temperature), entropy.flatten(), labels.flatten()
+    top, rest = lse[..., None].unbind()
     ignored, (of_logprobs, of_entropy) = labels == ignore_index, [g.reshape(-1, 1) for g in grads]
     dx = _zeros(x, needs[0], x.dtype if weight is None else head.kind)
     dw, db = (_zeros(y, needed, None) for y, needed in zip((weight, bias), needs[1:], strict=True))
@@ -120,7 +126,7 @@ def _backward(
             wide = head.wide(columns)
             sums = [None if y is None else torch.zeros_like(y) for y in wide]
             for rows in _parts(len(labels), TOKENS):
-                z = head.tile(rows, columns, *wide).sub_(lse[rows, None]).clamp_(min=_LEAST)
+                z = head.tile(rows, columns, *wide).sub_(top[rows]).clamp_(min=_LEAST).sub_(rest[rows])
                 p = z.exp()
                 z.add_(entropy[rows, None]).mul_(of_entropy[rows]).add_(of_logprobs[rows]).mul_(p).neg_()
                 inside, place = _places(labels[rows], columns)
@@ -150,7 +156,7 @@ def _zeros(like: Tensor | None, needed: bool, kind: torch.dtype | None) -> Tenso
 
 def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, *_: Any) -> list[Tensor]:
     kind = torch.promote_types(x.dtype, torch.float32)
-    return [x.new_empty(shape, dtype=kind) for shape in (labels.shape, labels.shape, (labels.numel(),))]
+    return [x.new_empty(shape, dtype=kind) for shape in (labels.shape, labels.shape, (2, labels.numel()))]
 
 
 def _fake_backward(
