@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,12 +135,38 @@ WRONG: dict[str, tuple[Callable[[Group], Any], type[Exception], str]] = {
         ValueError,
         r"x is of shape \[2, 4\]; expected \[2\], for each sample, or \[2, 5, ...\], as the mask",
     ),
+    "fill": (
+        lambda group: PackedSamples([2], group).pack([torch.ones(2, dtype=torch.uint8)], shift=1, fill=-100),
+        ValueError,
+        r"fill is -100; expected a number that torch.uint8 has: convert x first",
+    ),
+    "outputs": (lambda group: PackedSamples([2], group).unpack(None), TypeError, "outputs is a NoneType"),  # type: ignore[arg-type]
+    "two rows": (
+        lambda group: PackedSamples([2], group).unpack(torch.ones(2, 1)),
+        ValueError,
+        r"outputs\[0\] is of shape \[2, 1\]; expected \[1, S/P, ...\]",
+    ),
     "gradient": (
         lambda group: PackedSamples([2], group).pack([torch.ones(2, requires_grad=True)]),
         ValueError,
         r"x requires a gradient.*pass x.detach\(\)",
     ),
 }
+
+
+def check_many(rank: int, world: int, group: Group) -> None:
+    """Rows of samples of which two do not fit are found in a few tries, not one for each number of rows."""
+    tries = []
+    balanced = PackedSamples._balanced
+    with mock.patch.object(PackedSamples, "_balanced", lambda *args: tries.append(args) or balanced(*args)):
+        packed = PackedSamples([51] * 600 + [20] * 100, group, max_tokens=100)
+    assert len(packed.rows) == 600 and len(tries) < 25
+    assert len(PackedSamples([50] * 600, group, max_tokens=100).rows) == 300
+
+
+@pytest.mark.one_transport
+def test_many_samples_of_over_half_a_row(ranks: Ranks) -> None:
+    ranks(1, check_many)
 
 
 def check_wrong(rank: int, world: int, group: Group) -> None:

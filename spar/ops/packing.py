@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, cast
 
 import torch
@@ -96,12 +95,13 @@ class PackedSamples:
                 Without a gradient.
             row: which row.
             shift: 1 takes for each token what the next one of its sample has, as labels need.
-            fill: for tokens without such a token.
+            fill: for tokens without such a token; x's dtype must have it.
 
         Returns:
             A tensor `[1, S, ...]`, the whole row, as `integrations.transformers.shard` takes it.
         """
         layout, flat = self._layout(row), self._flat(x)
+        _check_fill(self._where, flat, fill)
         source, valid = self._shifted(layout, row, shift)
         packed = flat[source.to(flat.device)]
         missing = (~valid).to(flat.device).view(-1, *[1] * (flat.dim() - 1))
@@ -137,13 +137,22 @@ class PackedSamples:
         """
         ranks, wholes, targets = ranks_of(self.layouts[0].group, _UNPACK), [], []
         with Call(ranks, _UNPACK, len(self.rows)):
+            where = f"{_UNPACK} on rank {ranks.rank} of {ranks.world}"
+            if not isinstance(outputs, (Tensor, list, tuple)):
+                raise TypeError(f"{where}: outputs is a {type(outputs).__name__}; expected a list of tensors")
             parts = [outputs] if isinstance(outputs, Tensor) else list(outputs)
             if len(parts) != len(self.rows):
                 raise ValueError(
-                    f"{_UNPACK} on rank {ranks.rank} of {ranks.world}: outputs are of {len(parts)} rows; "
-                    f"expected a list of {len(self.rows)}, one for each row"
+                    f"{where}: outputs are of {len(parts)} rows; expected a list of {len(self.rows)}, one "
+                    "for each row"
                 )
             for row, (part, layout) in enumerate(zip(parts, self.layouts, strict=True)):
+                if isinstance(part, Tensor):
+                    if part.dim() < 2 or len(part) != 1:
+                        raise ValueError(
+                            f"{where}: outputs[{row}] is of shape {list(part.shape)}; expected [1, S/P, ...]"
+                        )
+                    _check_fill(where, part, fill)
                 target, valid = self._shifted(layout, row, shift)
                 wholes.append(layout.gather(part, 1, grad_scale)[0][valid.to(part.device)])
                 targets.append(target[valid])
@@ -205,11 +214,24 @@ class PackedSamples:
                 f"{self._where}: max_tokens is {most}, and sample {self._lengths.index(longest)} has "
                 f"{longest} tokens; expected at least as many: rows do not share a sample"
             )
-        for number in count(max(rows, -(-sum(self._lengths) // most))):
+
+        def fit(number: int) -> list[list[int]] | None:
             found = self._balanced(number)
-            if max(sum(self._lengths[sample] for sample in row) for row in found) <= most:
-                return found
-        raise AssertionError  # a row for each sample is found
+            fits = max(sum(self._lengths[sample] for sample in row) for row in found) <= most
+            return found if fits else None
+
+        # By growing steps, then by halves: samples just over half of max_tokens need twice the least.
+        least, last, step = max(rows, -(-sum(self._lengths) // most)), len(self._lengths), 1
+        low, high = least - 1, least
+        while (found := fit(high)) is None:
+            low, high, step = high, min(high + step, last), 2 * step
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (fewer := fit(middle)) is None:
+                low = middle
+            else:
+                high, found = middle, fewer
+        return found
 
     def _balanced(self, rows: int) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(rows)]
@@ -219,3 +241,11 @@ class PackedSamples:
             found[row].append(sample)
             heapq.heappush(least, (tokens + self._lengths[sample], samples + 1, row))
         return [sorted(row) for row in found]
+
+
+def _check_fill(where: str, x: Tensor, fill: float) -> None:
+    """Check that a tensor of ints or bools can hold a number: torch would wrap it."""
+    if not x.is_floating_point() and not x.is_complex() and x.new_full((), fill).item() != fill:
+        raise ValueError(
+            f"{where}: fill is {fill!r:.200}; expected a number that {x.dtype} has: convert x first"
+        )
