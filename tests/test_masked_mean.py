@@ -202,13 +202,13 @@ def check_wrong(rank: int, world: int, group: Group) -> None:
             with pytest.raises(spar.MismatchError, match="rank 1"):
                 spar.masked_mean(**arguments)
         assert spar.masked_mean(**arguments).item() == 1, case
-    for differing in (
-        {"total": 3 + rank},
-        {"by": ("token", "sample")[rank]},
-        {"by": "group", "groups": [0, rank]},
-        {"averaged_by": (None, group)[rank]},
+    for differing, text in (
+        ({"total": 3 + rank}, "in total: 3 on rank 0; 4 on rank 1"),
+        ({"by": ("token", "sample")[rank]}, "by token"),
+        ({"by": "group", "groups": [0, rank]}, "hash of groups"),
+        ({"averaged_by": (None, group)[rank]}, "averaged by 2 ranks"),
     ):
-        with pytest.raises(spar.MismatchError):
+        with pytest.raises(spar.MismatchError, match=text):
             spar.masked_mean(ONES, ONES, layout, **differing)  # type: ignore[arg-type]
         assert spar.masked_mean(ONES, ONES, layout).item() == 1
 

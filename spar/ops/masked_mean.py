@@ -82,7 +82,7 @@ def masked_mean(
         if by != "token":
             weights = _weights_by_unit(call, weights, layout, groups, ranks, first)
         number = None if total is None else number_of(call, "total", total)
-        call.note = f"by={by}" + ("" if number is None else f", total={total if number.is_cpu else ''}")
+        call.note = f"by {by}" + ("" if number is None else f", total {total if number.is_cpu else ''}")
         call.input = (counted * weights).sum().reshape(1)
         mean = divided(call, call.input, weights.sum().reshape(1), averaged_by, number)
         return mean.to(WIDE if values.dtype == WIDE else torch.float32)
