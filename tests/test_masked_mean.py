@@ -211,6 +211,8 @@ def check_wrong(rank: int, world: int, group: Group) -> None:
         with pytest.raises(spar.MismatchError, match=text):
             spar.masked_mean(ONES, ONES, layout, **differing)  # type: ignore[arg-type]
         assert spar.masked_mean(ONES, ONES, layout).item() == 1
+    total = 2 * ONES.numel()
+    assert spar.masked_mean(ONES, ONES, layout, total=(total, float(total))[rank]).item() == 1
 
 
 @pytest.mark.one_transport

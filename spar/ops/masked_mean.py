@@ -81,8 +81,12 @@ def masked_mean(
         counted = torch.where(weights != 0, values.to(WIDE), 0)
         if by != "token":
             weights = _weights_by_unit(call, weights, layout, groups, ranks, first)
-        number = None if total is None else number_of(call, "total", total)
-        call.note = f"by {by}" + ("" if number is None else f", total {total if number.is_cpu else ''}")
+        number, call.note = None, f"by {by}"
+        if total is not None:
+            number = number_of(call, "total", total)
+            # 8 and 8.0 are equal.
+            given = total if isinstance(total, torch.Tensor) else f"{float(total):.17g}"
+            call.note += f", total {given if number.is_cpu else ''}"
         call.input = (counted * weights).sum().reshape(1)
         mean = divided(call, call.input, weights.sum().reshape(1), averaged_by, number)
         return mean.to(WIDE if values.dtype == WIDE else torch.float32)
