@@ -59,19 +59,20 @@ def in_place(call: FunctionCall) -> Plan | None:
     return Plan(part, run=run)
 
 
-@rule("dropout")
+@rule("dropout dropout_")
 def dropout(call: FunctionCall) -> Plan | None:
     """Multiply by what dropout makes of ones of the whole shape."""
-    part, function = call.part, call.function
+    part, function, is_inplace = call.part, call.function, call.is_inplace
     if part is None:
         return None
     if not draws(call):
         return Plan(part)
-    is_inplace = call.get(3, "inplace", default=False)
+    if call.get(3, "inplace", default=False):
+        return None  # the function's body names what it changes
 
-    def run(input: Tensor, p: float = 0.5, *_: Any, inplace: bool = False, **__: Any) -> Tensor:
+    def run(input: Tensor, p: float = 0.5, *_: Any, **__: Any) -> Tensor:
         kept = _drawn(part, input, lambda e: function(e.fill_(1), p, True))
-        return input.mul_(kept) if inplace or is_inplace else input * kept
+        return input.mul_(kept) if is_inplace else input * kept
 
     return Plan(part, run=run)
 
@@ -79,7 +80,8 @@ def dropout(call: FunctionCall) -> Plan | None:
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
     """Return this rank's part of what is drawn for an empty tensor of the whole shape."""
     with torch.no_grad():
-        whole = draw(torch.empty(whole_shape(x), dtype=x.dtype, device=x.device))
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)  # in memory, in which numbers are drawn
+        whole = draw(torch.empty_permuted(whole_shape(x), order, dtype=x.dtype, device=x.device))
         return part.parts.shard(whole, part).detach()
 
 

@@ -252,7 +252,8 @@ def _halo_of_padding(part: Part, before: int, after: int) -> Callable[[Tensor], 
             around.narrow(dim, before + size, after).copy_(found.narrow(dim, 2 * before + after, after))
         start = 0 if first else before
         out = around.narrow(dim, start, before + size + (after if last else 0) - start)
-        setattr(out, _AROUND, (around, before, after, out._version))
+        if not out.is_inference():  # which has no version, by which a change in place is seen
+            setattr(out, _AROUND, (around, before, after, out._version))
         return out
 
     return run
