@@ -30,6 +30,8 @@ class Aliases:
     def __init__(self) -> None:
         self.any_slice = False  # whether a part was sliced from a whole tensor
         self._of: dict[int, list[_Alias]] = {}
+        self._memories: dict[int, StorageWeakRef] = {}  # of all in `_of`: no later one has their address
+        self._dense: set[int] = set()  # storages of copies that, as views, may have gaps
         self._stale: dict[int, _Alias] = {}  # what lacks a change, by its storage
 
     def add_slice(self, part: Tensor, whole: Tensor) -> None:
@@ -38,15 +40,27 @@ class Aliases:
         own, base = _memory(part), _memory(whole)
         if own.cdata != base.cdata:
             self._link(own, base, self._living(base))
+            if torch.empty_like(whole, device="meta").stride() != whole.stride():  # it has gaps
+                self._dense.add(own.cdata)
         elif not any(alias.of_whole for alias in self._of.get(own.cdata, ())):
-            self._of.setdefault(own.cdata, []).append(_Alias(base, of_whole=True))
+            self._add(own, _Alias(base, of_whole=True))
 
     def add_copies(self, copies: Sequence[Tensor], base: Tensor) -> None:
         """Note that tensors are copies that would be views of another one, and have no items in common."""
         memory = _memory(base)
         others = self._living(memory)
         for x in copies:
-            self._link(_memory(x), memory, others)
+            own = _memory(x)
+            self._link(own, memory, others)
+            self._dense.add(own.cdata)
+
+    def is_dense_copy(self, x: Tensor) -> bool:
+        """Whether x has other gaps in its memory than if nothing was sharded."""
+        return bool(self._dense) and _memory(x).cdata in self._dense
+
+    def _add(self, memory: StorageWeakRef, alias: _Alias) -> None:
+        self._memories.setdefault(memory.cdata, memory)
+        self._of.setdefault(memory.cdata, []).append(alias)
 
     def _living(self, memory: StorageWeakRef) -> list[_Alias]:
         """Return the aliases that are still there, and forget the others."""
@@ -58,8 +72,8 @@ class Aliases:
     def _link(self, own: StorageWeakRef, base: StorageWeakRef, others: list[_Alias]) -> None:
         for other in (base, *[alias.memory for alias in others]):
             if other.cdata != own.cdata:
-                self._of.setdefault(own.cdata, []).append(_Alias(other, of_whole=False))
-                self._of.setdefault(other.cdata, []).append(_Alias(own, of_whole=False))
+                self._add(own, _Alias(other, of_whole=False))
+                self._add(other, _Alias(own, of_whole=False))
 
     def write(self, x: Tensor) -> None:
         """Note that x is changed in place."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ class Plan(NamedTuple):
 class Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("copies", "is_simple", "plan", "replaced", "run", "shard", "shards")
+    __slots__ = ("copies", "is_simple", "may_copy", "plan", "replaced", "run", "shard", "shards")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
@@ -45,6 +47,7 @@ class Step:
         self.shard: Shard | None = None  # of a single result
         self.shards: list[Shard | None] | None = None  # of several
         self.copies = False  # whether results would share memory if nothing was sharded, and do not
+        self.may_copy = False  # whether a result may share memory, and would not if nothing was sharded
         self.is_simple = False  # whether to run it is all that there is to do
 
     def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -160,6 +163,18 @@ def is_inplace(name: str) -> bool:
             name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
         )
     return name.endswith("_") and name not in ("requires_grad_", "detach_")
+
+
+_INPUT_IS_LATER = frozenset({"where", "searchsorted", "polygamma", "special_polygamma"})
+
+
+@functools.cache
+def takes_input_first(func: Any) -> bool:
+    """Whether a function that is called by keywords alone may get its input by position."""
+    try:
+        return next(iter(inspect.signature(func).parameters), None) == "input"
+    except (TypeError, ValueError):  # it is not written in Python
+        return getattr(func, "__name__", "") not in _INPUT_IS_LATER
 
 
 def verify(call: FunctionCall, plan: Plan) -> None:

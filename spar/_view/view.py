@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from .aliases import Aliases
 from .bodies import body_of
-from .call import FunctionCall, Plan, Step, is_inplace, rule_of, verify
+from .call import FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
@@ -31,6 +32,7 @@ get_data detach alias get_real get_imag real imag view_as_real view_as_complex
 """
 _VIEWS = frozenset(_VIEWS_NAMES.split())
 _MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too
+_MAY_SHARE = _MAY_COPY | {"contiguous"}
 # Functions of which nobody could make the result right: they read or change memory of the part.
 _MEMORY_NAMES = """
 data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
@@ -105,7 +107,7 @@ class View(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not args and kwargs and "input" in kwargs:  # rules read it by its position
+        if not args and kwargs and "input" in kwargs and takes_input_first(func):  # rules read it there
             kwargs = dict(kwargs)
             args = (kwargs.pop("input"),)
         key: list[Any] = [func]
@@ -127,7 +129,7 @@ class View(TorchFunctionMode):
             key += kwargs
             sharded = _collect(kwargs.values(), key) or sharded
         step = self._steps.get(tuple(key)) if sharded else None
-        if step is None or not step.is_simple or self._is_watching:
+        if step is None or not step.is_simple or self._is_watching or maybe_current_level() is not None:
             return self._call(key, sharded, func, args, kwargs or {})
         if step.replaced:
             args, kwargs = step.replace(args, kwargs or {})
@@ -138,7 +140,7 @@ class View(TorchFunctionMode):
             step.mark(out)
         if step.copies:
             self._aliases.add_copies(tensors_in(out), args[0])
-        return out
+        return self._unshared(args[0], out) if step.may_copy else out
 
     def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function whose plan is not known, or needs more than to be run."""
@@ -173,11 +175,24 @@ class View(TorchFunctionMode):
         if step.shard is None and step.shards is None:
             step.find_shards(out)
             step.copies = _are_copies(function.name, args, base, out, bool(plan.moves))
+            step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in _MAY_SHARE
             step.is_simple = not (plan.moves or function.is_inplace or function.may_draw)
         step.mark(out)
         if step.copies:
             self._aliases.add_copies(tensors_in(out), base)
-        return out
+        return self._unshared(base, out) if step.may_copy else out
+
+    def _unshared(self, base: Tensor, out: Tensor) -> Tensor:
+        """Return a copy of a result that shares memory, where that of one process may not: changes raise."""
+        part = part_of(base)
+        if part is None or out.untyped_storage()._cdata != base.untyped_storage()._cdata:
+            return out
+        is_sure = base.size(part.dim) != 1 or part.whole == 1 or _has_no_gaps(base, part.dim)
+        if is_sure and not self._aliases.is_dense_copy(base):
+            return out
+        copy = mark(out.clone(), part_of(out))
+        self._aliases.add_copies([copy], base)
+        return copy
 
     def _step(
         self, key: list[Any], function: _Function, func: Any, args: Any, kwargs: dict[str, Any]
@@ -413,6 +428,11 @@ def _are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> bo
         return False
     memory = base.untyped_storage()._cdata
     return any(x.untyped_storage()._cdata != memory for x in tensors_in(out))
+
+
+def _has_no_gaps(x: Tensor, dim: int) -> bool:
+    """Whether x is contiguous, and would be if its dim of size 1 were larger."""
+    return x.is_contiguous() and x.stride(dim) == prod(x.shape[dim + 1 :])
 
 
 def _is_basic(index: Any) -> bool:
