@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .._checks import digest
 from .._exchange.layouts import WHOLE, Layout, Piece, pair, shards
 from .._exchange.pieces import Plan, plan_pieces
 from .blocks import Block, blocks_of
@@ -83,7 +84,7 @@ def _gathered(
     own = of_ranks[rank]
     keys = [wanted[rank]] if whole_documents else [own, wanted[rank]]
     steps = [tuple(blocks_of(own, step, causal, True, plain)) for step in keys]
-    note = f"hash of the runs {hash(numbers):x}"  # of ints alone: equal in all processes
+    note = f"hash of the runs {digest(numbers):x}"
     return Gathered(plan, tuple(wanted[rank]), Round(tuple(steps)), note)
 
 
