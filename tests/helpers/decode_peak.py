@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode by an autoencoder in a fresh process, and print the peak of its tensors' memory, in MiB.
 
-Not of resident memory: libraries take scratch space for some shapes, as much as all tensors have.
+Resident memory would not do: for some shapes libraries allocate as much scratch memory as all tensors have.
 """
 
 from __future__ import annotations

@@ -11,16 +11,21 @@ import threading
 import spar
 
 
+def targets() -> list[str]:
+    """Return what each descriptor of this process refers to, without numbers."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of listdir
+            found.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}")))
+    return sorted(found)
+
+
 def descriptors() -> list[str]:
     """Count this process's descriptors by target, so that a failure shows which ones leak.
 
     Pipes are not counted: spar has none, and a loader's thread closes its own at any time.
     """
-    targets = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of listdir
-            targets.append(re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{descriptor}")))
-    return sorted(target for target in targets if not target.startswith("pipe"))
+    return [target for target in targets() if not target.startswith("pipe")]
 
 
 class Growth:

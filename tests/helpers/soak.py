@@ -12,12 +12,10 @@ The last line counts calls, faults and failures. The exit status is 1 if anythin
 from __future__ import annotations
 
 import collections
-import contextlib
 import faulthandler
 import json
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
@@ -33,7 +31,7 @@ from conftest import TRANSPORTS
 from test_faults import finish, start
 
 import spar
-from helpers import attention_cases, view_programs
+from helpers import attention_cases, growth, view_programs
 from helpers.operations import failures, setting_of_world
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
@@ -385,10 +383,7 @@ def run_rank(rank: int, folder: Path, world: int, transport: str, seed: int) -> 
 
 def descriptors() -> collections.Counter[str]:
     """Count this process's open descriptors by target, and its threads."""
-    held: collections.Counter[str] = collections.Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of listdir
-            held[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
+    held = collections.Counter(growth.targets())
     held["threads"] = len(os.listdir("/proc/self/task"))
     return held
 
