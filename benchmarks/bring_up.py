@@ -6,7 +6,8 @@ Needs this repository, torch with CUDA, and what `make bring-up-kit` built on an
 whole process group is killed at its end: after a stage that hangs or crashes the next one runs. The folder
 gets STAGE.json for each (status, seconds, the end of its output, figures), and page.md for docs/gpu.md.
 
-The exit status is 1 if a stage failed, crashed or timed out, and 2 if there is no GPU.
+The exit status is 1 if a stage failed, crashed or timed out, or if the kit is missing, and 2 if there is no
+GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from report import FAILED, SKIPPED
 
 HERE = Path(__file__).resolve().parent
 TAIL = 6000  # characters of the output that are kept
+MPS = "nvidia-cuda-mps-control"
 LEAST = 5  # seconds that a stage must have left to begin
 
 
@@ -44,7 +46,7 @@ class Stage:
     limit: float = 90  # seconds
     needs: tuple[str, ...] = ()  # of the kit
     tool: tuple[str, ...] = ()  # a program that runs it
-    unless: str = ""  # a stage which, if it passed, makes this one superfluous
+    shares: bool = False  # whether its ranks may share a GPU
 
 
 CHECK = ("--core", f"{{kit}}/{kit.CORE}")
@@ -62,16 +64,32 @@ STAGES = (
         ("compute-sanitizer", "--error-exitcode", "1"),
     ),
     Stage("kernels", "Copy kernels by shape", "stages/kernels.py", KIT, needs=(kit.CORE,)),
-    Stage("ranks", "Operations between ranks over NCCL", "gpu_ops.py", needs=(kit.PACKAGE,)),
+    Stage("ranks", "Operations between ranks over NCCL", "gpu_ops.py", (), 90, (kit.PACKAGE,), shares=True),
+    Stage(
+        "legacy",
+        "The same by torch's former NCCL backend",
+        "gpu_ops.py",
+        ("--backend", "nccl-legacy"),
+        needs=(kit.PACKAGE,),
+        shares=True,
+    ),
+    Stage(
+        "gloo",
+        "The same with spar's own communicator",
+        "gpu_ops.py",
+        ("--backend", "gloo"),
+        needs=(kit.PACKAGE,),
+        shares=True,
+    ),
     Stage(
         "loop",
         "Operations between two ranks on one GPU over the loop library",
         "stages/loop.py",
         KIT,
         needs=(kit.PACKAGE, kit.LOOP),
-        unless="ranks",
     ),
     Stage("host", "NCCL with one rank", "stages/host.py", limit=60),
+    Stage("lifetime", "What ends when", "stages/lifetime.py", KIT, 150),
     Stage("p2p", "What a peer-to-peer transport needs", "stages/p2p.py", KIT, 60, (kit.CORE,)),
 )
 
@@ -84,32 +102,34 @@ class Run:
     out: Path
     end: float  # time.monotonic() at which all are over
     environment: dict[str, str]
+    mps: bool
     results: list[dict[str, Any]] = field(default_factory=list)
 
-    def obstacle(self, stage: Stage) -> str:
-        """Return why the stage cannot run, or an empty text."""
+    def obstacle(self, stage: Stage) -> tuple[str, str]:
+        """Return the status of a stage that cannot run and the reason, or two empty texts.
+
+        Where there is a GPU, a missing kit is a failure: nothing would be checked.
+        """
         first = self.results[0] if self.results else None
         if first and first["stage"] == STAGES[0].name and first["status"] == "skipped":
-            return str(first["reason"])
+            return "skipped", str(first["reason"])
         for piece in stage.needs:
             is_there = kit.package_path(self.kit) if piece == kit.PACKAGE else Path(self.kit, piece).exists()
             if not is_there:
-                return f"{piece} is not in {self.kit}; build it with `{kit.BUILD}` and copy it here"
+                return "failed", f"{piece} is not in {self.kit}; build it with `{kit.BUILD}` and copy it here"
         if stage.tool and not shutil.which(stage.tool[0]):
-            return f"{stage.tool[0]} is not installed"
-        if any(result["stage"] == stage.unless and result["status"] == "passed" for result in self.results):
-            return f"stage {stage.unless} has passed"
+            return "skipped", f"{stage.tool[0]} is not installed"
         if self.end - time.monotonic() < LEAST:
-            return "no time is left (--minutes)"
-        return ""
+            return "skipped", "no time is left (--minutes)"
+        return "", ""
 
     def run(self, stage: Stage) -> None:
         """Run the stage, and write its file."""
         print(f"== {stage.name}: {stage.title}", flush=True)
         result: dict[str, Any] = {"stage": stage.name, "title": stage.title, "seconds": 0.0}
-        reason = self.obstacle(stage)
+        status, reason = self.obstacle(stage)
         if reason:
-            result |= {"status": "skipped", "reason": reason, "output": "", "data": {}}
+            result |= {"status": status, "reason": reason, "output": "", "data": {}}
         else:
             result |= self.execute(stage, min(stage.limit, self.end - time.monotonic()))
         self.results.append(result)
@@ -124,8 +144,11 @@ class Run:
             arguments = [argument.format(kit=self.kit) for argument in stage.arguments]
             command = [*stage.tool, sys.executable, str(HERE / stage.script), *arguments, "--data", str(data)]
             begin = time.monotonic()
-            with log.open("wb") as output:
-                code = await_group(command, self.environment, output, seconds)
+            with log.open("wb") as output, contextlib.ExitStack() as stack:
+                environment = self.environment
+                if self.mps and stage.shares:
+                    environment = environment | stack.enter_context(mps_server(Path(folder)))
+                code = await_group(command, environment, output, seconds)
             spent = time.monotonic() - begin
             text = log.read_text(errors="replace")
             found = json.loads(data.read_text()) if data.exists() else {}
@@ -137,6 +160,30 @@ class Run:
             "output": text[-TAIL:],
             "data": found,
         }
+
+
+@contextlib.contextmanager
+def mps_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Start an MPS server in the folder: the kernels of several processes run at the same time.
+
+    The block gets the variables by which its processes find the server.
+    """
+    variables = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder) for kind in ("PIPE", "LOG")}
+
+    def control(*arguments: str, command: bytes = b"") -> None:
+        process = subprocess.Popen(
+            [MPS, *arguments], stdin=subprocess.PIPE, env=os.environ | variables, start_new_session=True
+        )
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # not run(), which waits for what cannot be killed
+            process.communicate(command, 10)
+
+    control("-d")
+    try:
+        yield variables
+    finally:
+        control(command=b"quit\n")
 
 
 def await_group(
@@ -190,16 +237,22 @@ def environment(folder: Path, nccl: str | None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),  # else NCCL's reasons are lost
         "LD_PRELOAD": ":".join(filter(None, preload)),
     }
 
 
 def run(
-    stages: Sequence[Stage], out: Path, minutes: float, folder: Path = kit.FOLDER, nccl: str | None = None
+    stages: Sequence[Stage],
+    out: Path,
+    minutes: float,
+    folder: Path = kit.FOLDER,
+    nccl: str | None = None,
+    mps: bool = False,
 ) -> int:
     """Run the stages; return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
-    this = Run(folder, out, time.monotonic() + 60 * minutes, environment(folder, nccl))
+    this = Run(folder, out, time.monotonic() + 60 * minutes, environment(folder, nccl), mps)
     for stage in stages:
         this.run(stage)
     print(f"the page is {out / 'page.md'}")
@@ -219,9 +272,12 @@ def main() -> int:
     parser.add_argument("--kit", type=Path, default=kit.FOLDER, help=f"what `{kit.BUILD}` built")
     parser.add_argument("--nccl", help="a libnccl.so.2 to use in place of torch's")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="run these stages")
+    parser.add_argument("--mps", action="store_true", help=f"let ranks share a GPU by {MPS}")
     options = parser.parse_args()
+    if options.mps and not shutil.which(MPS):
+        parser.error(f"--mps: {MPS} is not in PATH")
     stages = [stage for stage in STAGES if stage.name in options.only]
-    return run(stages, options.out, options.minutes, options.kit.resolve(), options.nccl)
+    return run(stages, options.out, options.minutes, options.kit.resolve(), options.nccl, options.mps)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import faulthandler
 import os
 import statistics
 import sys
@@ -33,6 +34,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import spar
 from spar._commands.bench import formulations
+from spar._group.registry import group_of
 
 MIB = 1 << 20
 Operation = Callable[[Tensor], Tensor]
@@ -138,10 +140,9 @@ def check_absence(device: torch.device) -> None:
     """Rank 0 makes no call; the others' streams continue at the timeout, and their next call raises."""
     group = dist.new_group()
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # torch's communicator, outside of the limit
-    os.environ["SPAR_TIMEOUT"] = str(ABSENCE_S)  # read at the group's first call
     x = torch.zeros(4, device=device)
     spar.gather_forward_split_backward(x, group, 0)
-    os.environ.pop("SPAR_TIMEOUT")
+    group_of(group).timeout = ABSENCE_S  # not SPAR_TIMEOUT, which limits the set-up, too
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
         time.sleep(ABSENCE_S + 3)
@@ -163,6 +164,15 @@ def expect_error(group: dist.ProcessGroup, x: Tensor, error: type[spar.SparError
     check(False, f"a call after {what} did not raise {error.__name__}")
 
 
+def meet() -> None:
+    """Wait on the host for all ranks; NCCL's barrier would wait in the stream, behind calls that hang."""
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    number = store.add(f"meetings of rank {rank}", 1)
+    if store.add(f"at meeting {number}", 1) == world:
+        store.set(f"meeting {number}", "")
+    store.wait([f"meeting {number}"])
+
+
 def check_close(device: torch.device) -> None:
     """The last rank closes the group; the others' next call raises, and WORLD stays usable."""
     group, x = dist.new_group(), torch.zeros(4, device=device)
@@ -171,11 +181,11 @@ def check_close(device: torch.device) -> None:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last:
         spar.close(group)
-    dist.barrier()
+    meet()
     time.sleep(0.5)  # peers learn of it from a watchdog
     if not is_last:
         expect_error(group, x, spar.GroupBrokenError, "a peer's close")
-    dist.barrier()
+    meet()
     spar.gather_forward_split_backward(x, None, 0)
     torch.cuda.synchronize()
 
@@ -188,7 +198,7 @@ def check_abort(device: torch.device) -> None:
     begin = time.monotonic()
     if dist.get_rank() != 0:
         spar.gather_forward_split_backward(x, group, 0)
-    dist.barrier()
+    meet()
     if dist.get_rank() == 0:
         expect_error(group, x.new_zeros(4, 3), spar.MismatchError, "a peer's other call")
     torch.cuda.synchronize()
@@ -275,23 +285,34 @@ def check_gpus(device: torch.device, report: Report, loop: bool) -> None:
         groups = ctypes.CDLL("libnccl.so.2").loop_groups()
         check(groups > 0, "no exchange used the loop library: is it preloaded?")
         report.figure("groups", groups)
-    else:
-        times(device, report)
-        report.say()
     for what, check_fault in FAULTS.items():
         check_fault(device)
         report.say(f"- {what}")
+    if ranks <= torch.cuda.device_count():  # else they take turns
+        report.say()
+        times(device, report)
 
 
-def run(rank: int, world: int, kind: str, store: str, data: str | None, out: str | None, loop: bool) -> None:
+CLOSE_S = 20
+
+
+def end_group() -> None:
+    """Destroy torch's group. A destruction that hangs ends the process with the stacks of its threads."""
+    faulthandler.dump_traceback_later(CLOSE_S, exit=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+    kind, loop, out = options.device, options.loop, options.out
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     limit = datetime.timedelta(seconds=60)
-    backend = "nccl" if kind == "cuda" and not loop else "gloo"
-    dist.init_process_group(backend, f"file://{store}", limit, rank=rank, world_size=world)
-    report = Report(data if rank == 0 else None, rank == 0)
+    dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
+    report = Report(options.data if rank == 0 else None, rank == 0)
     check_operations(device)
     transport = spar.transport(None, device)
     check(transport.name == ("nccl" if kind == "cuda" else "shm"), str(transport))
@@ -302,9 +323,7 @@ def run(rank: int, world: int, kind: str, store: str, data: str | None, out: str
         check_gpus(device, report, loop)
     if rank == 0 and out:
         Path(out).write_text("\n".join(report.lines) + "\n")
-    if kind == "cpu":
-        dist.barrier()
-        dist.destroy_process_group()
+    end_group()
 
 
 def main() -> int:
@@ -313,11 +332,15 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--loop", action="store_true", help="over a preloaded library instead of NCCL")
+    parser.add_argument("--backend", help="torch's backend, instead of nccl (gloo where nccl cannot serve)")
     parser.add_argument("--ranks", type=int, help="number of ranks, instead of one for each GPU")
     parser.add_argument("--out", help="also write the page to this file")
     parser.add_argument("--data", help="also write what was found to this file, as JSON")
     options = parser.parse_args()
     report = Report(options.data)
+    options.backend = options.backend or ("gloo" if options.loop or options.device == "cpu" else "nccl")
+    if options.backend not in dist.Backend.backend_list:
+        report.skip(f"gpu_ops: this torch has no backend {options.backend}")
     world = options.ranks or 2
     if options.device == "cuda":
         if not torch.cuda.is_available():
@@ -328,9 +351,8 @@ def main() -> int:
                 report.skip("gpu_ops: two ranks on one GPU need NCCL 2.30 or newer")
             os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, options.device, f"{folder}/store", options.data, options.out, options.loop)
         try:
-            spawn(run, arguments, nprocs=world)
+            spawn(run, (world, f"{folder}/store", options), nprocs=world)
         except ProcessRaisedException as error:
             print(f"gpu_ops: wrong:\n{error}", file=sys.stderr)
             return FAILED

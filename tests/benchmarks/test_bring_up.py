@@ -88,12 +88,14 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
     statuses = {name: result["status"] for name, result in found.items()}
-    skipped = {"sanitizer", "ranks"}
+    skipped = {"sanitizer", "ranks", "legacy", "gloo", "lifetime"}
     expected = {stage.name: "skipped" if stage.name in skipped else "passed" for stage in STAGES}
     assert statuses == expected, page
     assert status == 0
     assert found["sanitizer"]["reason"] == "compute-sanitizer is not installed"
-    assert "no CUDA device" in found["ranks"]["reason"]
+    for name in ("ranks", "gloo", "lifetime"):
+        assert "no CUDA device" in found[name]["reason"]
+    assert "no backend nccl-legacy" in found["legacy"]["reason"]
     assert page.startswith("## stand-in 0 x 1, ")
     for stage in STAGES:
         assert f"| {stage.name}: {stage.title} | {expected[stage.name]} |" in page
@@ -169,11 +171,12 @@ def test_the_runner_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["passes"]["reason"] == "no time is left (--minutes)"
 
 
-def test_missing_pieces_of_the_kit_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kit_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "ROOT", tmp_path)
     stages = [stage for stage in STAGES if stage.needs]
-    assert bring_up.run(stages, tmp_path / "out", 5, tmp_path / "kit") == 2
+    assert bring_up.run(stages, tmp_path / "out", 5, tmp_path / "kit") == 1
     for result in results(tmp_path / "out").values():
+        assert result["status"] == "failed"
         assert re.match(r".* is not in .*/kit; build it with `make bring-up-kit`", result["reason"])
 
 
