@@ -21,6 +21,7 @@ from .._group.registry import place_of
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
+from .experts import are_experts, run_experts
 from .images import shard_rows
 from .inputs import check_equal
 from .outside import MOST_EXCHANGES, again, intercepted
@@ -206,11 +207,14 @@ class _Sharded:
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
         for module in inner:
             self._replace(module, _BlockForward)
+        for module in model.modules():
+            if are_experts(module):
+                self._replace(module, _ExpertsForward)
         self._replace(model, _ModelForward)
 
     def _replace(self, module: torch.nn.Module, kind: Any) -> None:
         before, own = vars(module).get("forward"), module.forward
-        now = functools.update_wrapper(kind(self, own), own)
+        now = functools.update_wrapper(kind(self, module, own), own)
         module.forward = now
         self.forwards.append((module, before, now))
 
@@ -247,8 +251,8 @@ def _is_within(own: Any, forward: Any) -> bool:
 class _Forward:
     """A module's forward in place of its own."""
 
-    def __init__(self, sharded: _Sharded, own: Any) -> None:
-        self.sharded, self.own = sharded, own
+    def __init__(self, sharded: _Sharded, module: torch.nn.Module, own: Any) -> None:
+        self.sharded, self.module, self.own = sharded, module, own
 
 
 class _BlockForward(_Forward):
@@ -263,6 +267,13 @@ class _BlockForward(_Forward):
                 return self.own(*args, **kwargs)
         finally:
             view.blocks -= 1
+
+
+class _ExpertsForward(_Forward):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharded.is_running:
+            return self.own(*args, **kwargs)
+        return run_experts(self.sharded.view, self.module, self.own, args, kwargs)
 
 
 class _ModelForward(_Forward):

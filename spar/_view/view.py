@@ -100,7 +100,7 @@ class View(TorchFunctionMode):
     def output(self, value: Any) -> Any:
         """Return a forward's output with whole tensors, at its end."""
         with without_view():
-            return self.gather(changed(lambda x: self._check_stale("the model's output", x), value))
+            return self.gather(changed(lambda x: self.check_stale("the model's output", x), value))
 
     # ---- the mode ----
 
@@ -317,12 +317,12 @@ class View(TorchFunctionMode):
     def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
         """Follow changes in place, of what others would share the memory of."""
         for x in tensors_in(args, kwargs) if self._aliases.any_stale else ():
-            self._check_stale(function.name, x)
+            self.check_stale(function.name, x)
         if function.is_inplace and args and isinstance(args[0], Tensor):
             self._aliases.write(args[0])
             self._watch()
 
-    def _check_stale(self, name: str, x: Tensor) -> Tensor:
+    def check_stale(self, name: str, x: Tensor) -> Tensor:
         if self._aliases.is_stale(x):
             raise self.error(
                 name,

@@ -43,8 +43,7 @@ The columns:
 - **share**: multiply-adds of a rank inside blocks, as a share of one process's. With {WORLD} ranks and
   {LENGTH} tokens it is {_SHARE:.2f} on rank 0, if nothing runs whole.
 - **whole in blocks**: functions that ran on the whole sequence on each rank, and how many lines of the
-  model call them. They are exact, and their work is not shared. Experts ran by transformers' `eager`
-  implementation, which takes float64; those of the default, `grouped_mm`, run whole, too.
+  model call them. They are exact, and their work is not shared.
 - **shard**: whether [`spar.integrations.transformers.shard`](transformers.md) also runs the type, with
   the same loss. It is faster: each rank receives its tokens alone, and computes the loss of these.
 """

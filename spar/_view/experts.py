@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of transformers treat each row alone: they run on this rank's rows, by any implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .part import Part, mark, part_of, tensors_in
+from .view import View, without_view
+
+_DISPATCH = "transformers.integrations.moe"  # whose forward calls the implementation that the config names
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module's class is decorated by transformers' `use_experts_implementation`.
+
+    Such a forward takes hidden states `[rows, D]` and each row's experts and their weights, both `[rows, k]`.
+    """
+    forward = getattr(type(module), "forward", None)
+    return getattr(forward, "__globals__", {}).get("__name__") == _DISPATCH
+
+
+def run_experts(
+    view: View, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call experts with parts; in the view where these differ, or where a rank has no rows."""
+    tensors = tensors_in(args, kwargs)
+    part = part_of(tensors[0]) if tensors else None
+    if part is None or any(part_of(x) is not part for x in tensors) or not all(part.sizes):
+        return own(*args, **kwargs)
+    for x in tensors:
+        view.check_stale("experts", x)
+    if view.recording:
+        view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
+    with without_view():
+        return mark(own(*args, **kwargs), part)
+
+
+def _work(module: nn.Module, part: Part, index: Tensor) -> tuple[int, int]:
+    """Return the multiply-adds of a rank's rows and of all: each by the matrices of its k experts."""
+    matrices = [p for p in module.parameters() if p.dim() == 3]
+    each = sum(p.numel() // p.size(0) for p in matrices) * index.size(-1)
+    return part.local * each, part.whole * each
