@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = ["Entry", "Report", "compare"]
 
 _NAME = "testing.compare"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
+_TOGETHER = 1 << 20  # elements of gradients from which an exchange takes no further one
 _ALIKE = 1e-3  # the relative error from which a gradient is wrong, and up to which it is a factor
 _MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
@@ -150,17 +151,18 @@ def compare(
             sharded = runs.run(model, part)
             losses = runs.of_each_rank(sharded.loss)
             loss = losses[0] if bool((losses == losses[0]).all()) else losses.sum()
-            entries = [runs.entry("loss", loss, reference.loss)]
+            entries = runs.entries(["loss"], [loss], [reference.loss], [reference.loss])
             if reference.logits is not None and sharded.logits is not None:
                 logits = runs.local_logits(reference.logits, sharded.logits, layout or _only_layout(part))
-                entries.append(runs.entry("logits", sharded.logits, reference.logits, logits))
+                entries += runs.entries(["logits"], [sharded.logits], [logits], [reference.logits])
             if reference.gradients.keys() != sharded.gradients.keys():
                 unmatched = sorted(reference.gradients.keys() ^ sharded.gradients.keys())
                 expected = "the same names; do not replace modules in shard_fn"
                 raise _error(place, "parameters of only one of the models", f"{unmatched[:8]}", expected)
-            for name, gradient in sharded.gradients.items():
-                reduced = runs.reduced(gradient, reduce)
-                entries.append(runs.entry(f"{name}.grad", reduced, reference.gradients[name]))
+            for names in _batches(sharded.gradients):
+                reduced = runs.reduced([sharded.gradients[name] for name in names], reduce)
+                wholes = [reference.gradients[name] for name in names]
+                entries += runs.entries([f"{name}.grad" for name in names], reduced, wholes, wholes)
             report = Report(place.world, float(loss), float(reference.loss), tuple(entries))
     if show and place.rank == 0:
         print(report, flush=True)
@@ -225,13 +227,16 @@ class _Runs(NamedTuple):
                 "one value; build the same model on all ranks, and pass the same batch",
             )
 
-    def reduced(self, gradient: Tensor, reduce: str | None) -> Tensor:
-        """Reduce a gradient over the ranks, in their order."""
+    def reduced(self, gradients: Sequence[Tensor], reduce: str | None) -> Sequence[Tensor]:
+        """Reduce gradients over the ranks, in their order."""
         if reduce is None:
-            return gradient
-        flat, sizes = gradient.double().flatten(), cal_split_sizes(gradient.numel(), self.place.world)
-        total = all_gather(reduce_scatter(flat, self.group), self.group, sizes=sizes).view(gradient.shape)
-        return total / self.place.world if reduce == "mean" else total
+            return gradients
+        flat = torch.cat([gradient.double().flatten() for gradient in gradients])
+        sizes = cal_split_sizes(flat.numel(), self.place.world)
+        total = all_gather(reduce_scatter(flat, self.group), self.group, sizes=sizes)
+        total = total / self.place.world if reduce == "mean" else total
+        parts = total.split([gradient.numel() for gradient in gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
 
     def local_logits(self, whole: Tensor, local: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Return the part of the reference's logits that this rank has."""
@@ -249,16 +254,26 @@ class _Runs(NamedTuple):
             raise _error(self.place, "the logits' shape", f"{list(local.shape)}", expected)
         return part
 
-    def entry(self, name: str, actual: Tensor, whole: Tensor, part: Tensor | None = None) -> Entry:
-        """part: of the whole reference, that to which `actual` corresponds; None: all of it."""
-        reference, expected = whole.double(), whole if part is None else part
-        error = float(self.of_each_rank(_largest(actual.double() - expected.double())).max())
-        largest = float(_largest(reference))
-        relative = error / largest if largest else (math.inf if error else error)
-        factor = None
-        if name.endswith(".grad") and _ALIKE < relative < math.inf:  # equal on all ranks
-            factor = self._factor(actual.double(), reference)
-        return Entry(name, error, relative, float(reference.norm()), factor)
+    def entries(
+        self,
+        names: Sequence[str],
+        actual: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        wholes: Sequence[Tensor],
+    ) -> list[Entry]:
+        """parts: of the reference, to which `actual` corresponds; wholes: all of it."""
+        own = [_largest(x.double() - y.double()) for x, y in zip(actual, parts, strict=True)]
+        errors = all_gather(torch.stack(own), self.group).view(self.place.world, -1).amax(0).tolist()
+        entries = []
+        for name, error, x, whole in zip(names, errors, actual, wholes, strict=True):
+            reference = whole.double()
+            largest = float(_largest(reference))
+            relative = error / largest if largest else (math.inf if error else error)
+            factor = None
+            if name.endswith(".grad") and _ALIKE < relative < math.inf:  # equal on all ranks
+                factor = self._factor(x.double(), reference)
+            entries.append(Entry(name, error, relative, float(reference.norm()), factor))
+        return entries
 
     def _factor(self, gradient: Tensor, reference: Tensor) -> float | None:
         """Return the factor by which a gradient differs on all ranks; None if it differs in another way."""
@@ -267,6 +282,20 @@ class _Runs(NamedTuple):
         ratios, residuals = self.of_each_rank(ratio), self.of_each_rank(residual)
         same = bool((ratios - ratios[0]).abs().max() <= _ALIKE * ratios[0].abs())
         return float(ratios[0]) if same and bool(residuals.max() <= _ALIKE) else None
+
+
+def _batches(gradients: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of gradients that are exchanged together: neighbours on one device."""
+    names: list[str] = []
+    count, device = 0, None
+    for name, gradient in gradients.items():
+        if names and (gradient.device != device or count > _TOGETHER):
+            yield names
+            names, count = [], 0
+        names.append(name)
+        count, device = count + gradient.numel(), gradient.device
+    if names:
+        yield names
 
 
 def _whole(tensor: Any) -> Tensor:
