@@ -3,41 +3,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.launched import launch
 
-ROOT = Path(__file__).parents[2]
+PRELOAD = ["transformers.models.qwen3_5.modeling_qwen3_5", "spar.integrations.transformers"]
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
 
 
-def run(world: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(ROOT / "benchmarks" / "hybrid.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_benchmark(folder: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv = ["hybrid.py", *arguments]
+    with (folder / f"printed {os.environ['RANK']}").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(BENCHMARK), run_name="__main__")
+
+
+def run(folder: Path, world: int, *arguments: str) -> str:
+    launch(run_benchmark, world, folder, arguments, limit=240)
+    return (folder / "printed 0").read_text()
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_bytes_of_a_layer_are_those_expected(world: int) -> None:
-    rows = [line.split() for line in run(world, "256", "1024", "--turns", "1").splitlines()[-2:]]
+def test_bytes_of_a_layer_are_those_expected(world: int, tmp_path: Path) -> None:
+    rows = [line.split() for line in run(tmp_path, world, "256", "1024", "--turns", "1").splitlines()[-2:]]
     assert [row[0] for row in rows] == ["256", "1024"] and all(row[4] == row[5] for row in rows), rows
 
 
-def test_peak_memory_of_a_rank_falls_as_one_over_the_ranks() -> None:
+def test_peak_memory_of_a_rank_falls_as_one_over_the_ranks(tmp_path: Path) -> None:
     peaks = {}
     for world in (1, 2, 4):
-        found = re.search(rf"{world} ranks, 2048 tokens: (\d+) MiB", run(world, "--memory", "2048"))
+        found = re.search(rf"{world} ranks, 2048 tokens: (\d+) MiB", run(tmp_path, world, "--memory", "2048"))
         assert found is not None
         peaks[world] = int(found[1])
     # Of a shard alone: what does not fall, such as gradients of parameters, is there before.
