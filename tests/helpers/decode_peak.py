@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode by an autoencoder in a fresh process, and print the peak of its tensors' memory, in MiB.
+"""The peak of the memory of a rank's tensors while an autoencoder decodes.
 
 Resident memory would not do: for some shapes libraries allocate as much scratch memory as all tensors have.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import gc
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 
-def peak(world: int, name: str, folder: Path) -> float:
-    """Return the largest rank's peak, of several processes that decode together."""
-    command = [sys.executable, __file__, name, str(folder / f"meeting of {world} {name}"), str(world)]
-    started = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE) for rank in range(world)]
-    return max([float(process.communicate(timeout=300)[0].split()[-1]) for process in started])
+from spar.integrations.diffusers import enable
+
+
+def peak(rank: int, world: int, group: dist.ProcessGroup, name: str) -> float:
+    """Return the peak in MiB of a decoder whose rows are divided among the ranks."""
+    torch.manual_seed(1)
+    model, shape = _model(name)
+    if world > 1:
+        enable(model, group)
+    with torch.no_grad():
+        model.decode(torch.randn(*shape[:-2], 4, 4))
+        latents = torch.randn(shape)
+        gc.collect()  # what was there before is not counted, nor may its end be
+        with torch.profiler.profile(profile_memory=True) as profile:
+            model.decode(latents)
+    events = profile.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    return float(max(accumulate([size for _, size in sorted(changes)])) / 2**20)
 
 
 def _model(name: str) -> tuple[Any, tuple[int, ...]]:
@@ -40,31 +53,3 @@ def _model(name: str) -> tuple[Any, tuple[int, ...]]:
     sizes = {"base_dim": 48, "z_dim": 4, "dim_mult": [1, 1, 1], "num_res_blocks": 1}
     sizes |= {"temperal_downsample": [False, True], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
     return diffusers.AutoencoderKLWan(**sizes), (1, 4, 2, 12, 96)
-
-
-def _main(name: str, meeting: str, world: int, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from spar.integrations.diffusers import enable
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    torch.manual_seed(1)
-    model, shape = _model(name)
-    if world > 1:
-        enable(model)
-    with torch.no_grad():
-        model.decode(torch.randn(*shape[:-2], 4, 4))
-        latents = torch.randn(shape)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            model.decode(latents)
-    events = profile.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    print(max(accumulate([size for _, size in sorted(changes)])) / 2**20)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from spar._view.report import Report
 from spar.integrations.diffusers import disable, enable
 
+from .averages import gradients
+
 Group = dist.ProcessGroup
 Inputs = dict[str, Any]
 HEADS, WIDTH = 3, 12
@@ -224,18 +226,6 @@ def trained(model: nn.Module, inputs: Inputs, average: Group | None = None) -> l
     sample = model(**inputs)[0]
     loss_of(sample).backward()
     return [sample.detach(), *gradients(model, average)]
-
-
-def gradients(model: nn.Module, average: Group | None = None) -> list[Tensor]:
-    """Return the gradients of all parameters; averaged over a group, as DDP does."""
-    found = []
-    for parameter in model.parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if average is not None:
-            dist.all_reduce(gradient, group=average)
-            gradient /= average.size()
-        found.append(gradient)
-    return found
 
 
 def check_exact(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spar import shard_model, unshard_model
 
-from .diffusion import gradients
+from .averages import gradients
 from .diffusion_case import Case, Draw, Inputs
 from .diffusion_images import IMAGES
 from .diffusion_sequences import SEQUENCES

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import spar
 
+from .averages import averaged
 from .transformers_types import Unbuilt, batch, build, configs
 
 TOLERANCE, WORLD, LIMIT = 1e-4, 2, 180
@@ -105,14 +106,10 @@ def _error(x: Tensor, expected: Tensor, least: float) -> float:
 
 
 def mean_over_ranks(model: nn.Module, names: Any, group: Group) -> dict[str, Tensor]:
-    means = {}
     parameters = dict(model.named_parameters())
-    for name in names:
-        p = parameters[name]
-        mean = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        dist.all_reduce(mean, group=group)
-        means[name] = mean / dist.get_world_size(group)
-    return means
+    found = [parameters[name] for name in names]
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
+    return dict(zip(names, averaged(found, group), strict=True))
 
 
 def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcome:
