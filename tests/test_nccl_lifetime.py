@@ -32,11 +32,12 @@ from spar._transports import cuda
 OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"])
 
 
-@pytest.fixture(scope="module", params=["22907", "22105"], ids=["revoke", "no revoke"])
+@pytest.fixture(scope="module", params=[("23007", "1"), ("22105", "0")], ids=["revoke", "no revoke"])
 def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks whose NCCL has ncclCommRevoke, or has not."""
+    """Ranks whose NCCL has ncclCommRevoke, with the newer class of torch's backend; or both older."""
     folder = standins.built()
-    settings = {"STANDIN_NCCL_VERSION": request.param, "STANDIN_DEVICES": "3"}
+    version, newer = request.param
+    settings = {"STANDIN_NCCL_VERSION": version, "TORCH_DIST_USE_NCCL2": newer, "STANDIN_DEVICES": "3"}
     settings["XDG_CACHE_HOME"] = str(folder / "cache")
     ranks = Ranks((2, 3), settings, [folder / name for name in standins.NAMES])
     yield ranks

@@ -39,6 +39,7 @@ class Device:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.place = torch.device("cuda", self.index)
         self._backend = _nccl_backend(group.process_group)
+        self._has_property = hasattr(type(self._backend), "comm_ptr")  # torch 2.15
         if self._backend is not None:
             collectives.first_collective(group, self.place, op, deadline)
 
@@ -47,7 +48,7 @@ class Device:
         if self._backend is None:
             return 0
         try:
-            pointer: int = self._backend._comm_ptr()
+            pointer: int = self._backend.comm_ptr if self._has_property else self._backend._comm_ptr()
         except RuntimeError:  # aborted or destroyed
             return 0
         return pointer
@@ -59,7 +60,7 @@ class Device:
 
 
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
-    """The group's ProcessGroupNCCL, if it exposes a communicator that spar can use (torch 2.8); else None."""
+    """The group's NCCL backend, if it exposes a communicator that spar can use (torch 2.8); else None."""
     if not torch_shares_nccl():
         return None
     try:
@@ -68,7 +69,8 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
         return None
     while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG
         backend = backend.wrapped_pg
-    return backend if hasattr(backend, "_comm_ptr") and hasattr(backend, "abort") else None
+    exposes = any(hasattr(type(backend), name) for name in ("comm_ptr", "_comm_ptr"))
+    return backend if exposes and hasattr(backend, "abort") else None
 
 
 class NcclChannel(CoreChannel):

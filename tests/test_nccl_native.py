@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nccl transport over torch's communicators, of both of torch's classes: pointers, limits, watchdogs.
+
+The stand-ins end a process that torch's watchdog would end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from conftest import Ranks
+from helpers import nccl_native, standins
+
+
+@pytest.fixture(scope="module", params=["0", "1"], ids=["ProcessGroupNCCL", "ProcessGroupNCCL2"])
+def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks of a torch with this class."""
+    folder = standins.built()
+    settings = {"TORCH_DIST_USE_NCCL2": request.param, "STANDIN_DEVICES": "3"}
+    settings["XDG_CACHE_HOME"] = str(folder / "cache")
+    ranks = Ranks((2, 3), settings, [folder / name for name in standins.NAMES])
+    yield ranks
+    ranks.stop()
+    standins.sweep()
+
+
+def test_public_property_is_preferred(gpus: Ranks) -> None:
+    gpus(2, nccl_native.check_pointer)
+
+
+def test_several_groups_have_communicators_of_torch(gpus: Ranks) -> None:
+    gpus(3, nccl_native.check_several)
+
+
+# ---- errors of the communicator ----
+
+
+def test_error_of_the_communicator_is_raised_without_torchs_handling(gpus: Ranks) -> None:
+    gpus(2, nccl_native.check_error, "0")
+
+
+def test_error_of_the_communicator_ends_the_process_of_the_newer_class(gpus: Ranks) -> None:
+    if gpus.environment["TORCH_DIST_USE_NCCL2"] == "0":
+        gpus(2, nccl_native.check_error, "3")  # torch polls only while it has collectives
+    else:
+        with pytest.raises(pytest.fail.Exception, match="the process is gone"):
+            gpus(2, nccl_native.check_error, "3")
