@@ -81,8 +81,8 @@ def fail_in_torch(rank: int, folder: Path) -> None:
     if rank == 0:
         issue = collectives._issue
 
-        def wrong_sizes(*args: Any, mailboxes: Any) -> Any:
-            return issue(*args[:-2], [1], [1], mailboxes=mailboxes)
+        def wrong_sizes(*args: Any, **settings: Any) -> Any:
+            return issue(*args[:-2], [1], [1], **settings)
 
         collectives._issue = wrong_sizes  # type: ignore[assignment]
     begin = time.monotonic()

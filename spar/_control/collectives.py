@@ -2,7 +2,8 @@
 """Wait for a ProcessGroup's collectives so that Ctrl-C and timeouts work; translate its errors into spar's.
 
 A blocking gloo call ignores Ctrl-C, so each collective is issued with the remaining time and polled. On a GPU
-a wait is only enqueued, and the copy to the CPU then blocks: such collectives are polled, too.
+a wait is only enqueued, and the copy to the CPU then blocks: such collectives are polled, too. There torch's
+watchdog ends the process when a collective exceeds its timeout, so those that are polled get a later one.
 Destroying a group waits for its collectives, so one that may never end keeps its group alive, even at exit.
 """
 
@@ -25,8 +26,8 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 
 from .. import _C
 from ..errors import ExchangeTimeoutError, PeerLostError, SparError, TransportError
-from . import status
-from .process_group import backend_name, wire_device
+from . import connecting, status
+from .process_group import backend_name, group_timeout, wire_device
 from .state import GroupState
 from .status import CallState, Report
 
@@ -251,20 +252,39 @@ def _issue(
     start: Callable[..., dist.Work],
     *args: object,
     mailboxes: _C.Comm | None = None,
+    polled: bool = True,
 ) -> Unfinished:
     """Issue start(*args, options), with the remaining time as its timeout.
 
     Keep its buffers alive if an exception interrupts that.
+
+    polled: whether `_wait` polls it, or a later call. Then on a GPU torch's timeout follows spar's by the
+        group's own, in which the program can handle spar's error.
     """
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         if mailboxes is not None:
             mailboxes.poll(deadline)
         raise _give_up(group, op, ExchangeTimeoutError, "timed out before anything was sent", mailboxes)
+    process_group, device, work = group.process_group, buffers[0].device, None
+    if polled and device.type != "cpu":
+        remaining += group_timeout(process_group)
     options.timeout = datetime.timedelta(seconds=max(remaining, 0.001))
-    process_group, work = group.process_group, None
+
+    def poll() -> None:
+        if group.broken is not None:
+            raise group.broken_error(op)
+        if time.monotonic() > deadline:
+            raise _give_up(group, op, ExchangeTimeoutError, "", mailboxes)
+
     try:
-        work = start(*args, options)
+        if connecting.may_connect(process_group, device):
+            result = connecting.issue(process_group, device, lambda: start(*args, options), poll)
+            if isinstance(result, Exception):
+                raise result
+            work = result
+        else:
+            work = start(*args, options)
     except RuntimeError as error:
         if _is_from_handler(error):
             raise
@@ -341,5 +361,8 @@ def all_to_all(
     """Exchange bytes of any sizes between all ranks: flat uint8 tensors, one size per rank."""
     buffers, start = (received, sent), group.process_group.alltoall_base
     args = *buffers, received_sizes, sent_sizes
-    collective = _issue(group, op, deadline, buffers, AllToAllOptions(), start, *args, mailboxes=mailboxes)
+    options = AllToAllOptions()
+    collective = _issue(
+        group, op, deadline, buffers, options, start, *args, mailboxes=mailboxes, polled=False
+    )
     _wait(group, op, collective, deadline, enqueue=True, mailboxes=mailboxes)

@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
 
 import spar
 from helpers import torch_nccl
 from helpers.nccl_lifetime import setting
-from helpers.nccl_ranks import Stream, enqueue, set_up, stalled, wait, within
+from helpers.nccl_ranks import DEVICE, Stream, communicator, enqueue, set_up, stalled, wait, within
+from spar._control import collectives
 
 
 def check_pointer(rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -60,6 +67,94 @@ def check_several(rank: int, world: int, group: dist.ProcessGroup) -> None:
         for comm in comms:
             comm.close()
     dist.destroy_process_group(other)
+
+
+# ---- collectives that spar issues on torch's group ----
+
+
+def issue(comm: Any, backend: torch_nccl.ProcessGroupNCCL) -> collectives.Unfinished:
+    """Issue a collective as the set-up of a group that has no backend for the CPU."""
+    buffers: Any = (SimpleNamespace(device=DEVICE),)
+    start: Any = backend.allreduce
+    return collectives._issue(comm, "init", comm.deadline(), buffers, AllreduceOptions(), start, buffers)
+
+
+def check_limit(rank: int, world: int, group: dist.ProcessGroup, own_s: float, folder: str) -> None:
+    """A peer does not make a collective that spar issued: spar's limit raises, and the process goes on.
+
+    own_s: the group's own timeout in seconds, after which torch's watchdog ends the process.
+    """
+    with torch_nccl.torch_nccl(group) as backend, pytest.MonkeyPatch.context() as patch:
+        comm = communicator(group)
+        comm.timeout = 5.0
+        collectives._wait(comm, "init", issue(comm, backend), comm.deadline())  # it has a communicator
+        patch.setattr(collectives, "group_timeout", lambda group: own_s)
+        comm.timeout = 0.4
+        if rank == 0:
+            with pytest.raises(spar.ExchangeTimeoutError, match="did not make this call in time"):
+                collectives._wait(comm, "init", issue(comm, backend), comm.deadline())
+            Path(folder, "raised").touch()
+            time.sleep(3.0)  # torch's watchdog polls
+        dist.barrier(group)
+
+
+def check_announced(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A collective that no peer makes, and that spar does not await, does not end the process either."""
+    with torch_nccl.torch_nccl(group) as backend:
+        comm = communicator(group)
+        comm.timeout = 5.0
+        collectives._wait(comm, "init", issue(comm, backend), comm.deadline())
+        comm.timeout = 0.3
+        if rank == 0:
+            issue(comm, backend)
+            time.sleep(1.0)
+        dist.barrier(group)
+
+
+# ---- a communicator that torch creates in the first collective ----
+
+
+def _late(rank: int, world: int, group: dist.ProcessGroup, kind: type[BaseException], limit: float) -> None:
+    """Rank 0 issues the first collective, in which torch creates the communicator; the peers come later."""
+    with torch_nccl.torch_nccl(group) as backend:
+        comm = communicator(group)
+        comm.timeout = limit if rank == 0 else 20.0
+        begin = time.monotonic()
+        if rank == 0:
+            with pytest.raises(kind):
+                issue(comm, backend)
+            assert 0.2 < time.monotonic() - begin < 2.0
+        else:
+            time.sleep(2.5)
+            issue(comm, backend)
+        within(10, lambda: backend._comm.value is not None)  # the thread that was left alone has ended
+        dist.barrier(group)
+
+
+def check_late_peer(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    _late(rank, world, group, spar.ExchangeTimeoutError, 0.3)
+
+
+def check_interrupt(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _late(rank, world, group, KeyboardInterrupt, 20.0)
+
+
+def check_failed_issue(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """torch's error in the first collective is the cause of spar's."""
+    with torch_nccl.torch_nccl(group) as backend, pytest.MonkeyPatch.context() as patch:
+
+        def fail(*args: object) -> None:
+            raise dist.DistBackendError("Tensor found on device cuda:1")
+
+        patch.setattr(backend, "allreduce", fail)
+        comm = communicator(group)
+        comm.timeout = 5.0
+        with pytest.raises(spar.TransportError, match="the process group failed: Tensor found") as caught:
+            issue(comm, backend)
+        assert isinstance(caught.value.__cause__, dist.DistBackendError)
+        dist.barrier(group)
 
 
 # ---- errors of the communicator ----

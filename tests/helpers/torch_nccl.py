@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
-from spar._control import collectives
+from spar._control import collectives, connecting
 from spar._control.state import GroupState
 from spar._transports import cuda, nccl
 
@@ -61,6 +61,12 @@ def on_device(device: torch.device) -> Iterator[None]:
     _thread.index = before if device.index is None else device.index
     yield
     _thread.index = before
+
+
+def _place_of_caller(device: torch.device) -> Callable[[], None]:
+    """In place of torch's, which needs CUDA."""
+    index = _thread.index
+    return lambda: setattr(_thread, "index", index)
 
 
 class Work:
@@ -209,6 +215,7 @@ def torch_nccl(
         patch.setattr(dist.ProcessGroup, "_get_backend", _get_backend)
         patch.setattr(nccl, "torch_shares_nccl", lambda: True)
         patch.setattr(collectives, "first_collective", _first_collective)
+        patch.setattr(connecting, "_place_of_caller", _place_of_caller)
         for module in (cuda, nccl):
             patch.setattr(module, "on_device", on_device)
         patch.setenv(FAILURES, "CommInitRank:1")  # no other is made
@@ -217,3 +224,5 @@ def torch_nccl(
         finally:
             backend.abort()
             del _backends[group]
+            connecting._connected.pop(group, None)  # the next test's backend is another
+            collectives._unfinished[:] = [c for c in collectives._unfinished if c.process_group is not group]
