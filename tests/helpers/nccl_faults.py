@@ -55,6 +55,24 @@ def check_absent(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
+def check_not_enqueued(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """NCCL does not enqueue a call in time: the call raises, and the group is broken."""
+    comm = set_up(group)
+    comm.timeout = 0.3
+    with Stream() as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STANDIN_NCCL_PENDING_MS", "1500")
+        begin = time.monotonic()
+        with pytest.raises(spar.ExchangeTimeoutError, match="in time"):
+            enqueue(comm, "gather", (0,), torch.zeros(2))
+        assert time.monotonic() - begin < 1.4
+        with pytest.raises(spar.GroupBrokenError):
+            enqueue(comm, "gather", (0,), torch.zeros(2))
+        stream.synchronize()
+    time.sleep(1.5)
+    dist.barrier(group)
+    comm.close()
+
+
 def check_wait(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """wait returns when all calls are complete, and raises what broke the group."""
     comm = set_up(group)

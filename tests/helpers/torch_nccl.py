@@ -41,6 +41,7 @@ from spar._transports import cuda, nccl
 
 INTERVAL_S = 0.1  # of a watchdog's polls; in torch 0.1 of the legacy class, 1 of the other
 FAILURES = "STANDIN_NCCL_FAIL"
+SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 
 
 class Id(ctypes.Structure):
@@ -119,6 +120,17 @@ class ProcessGroupNCCL:
         init(ctypes.byref(self._comm), self._group.size(), Id.from_buffer_copy(ids[0]), self._group.rank())
         if failures is not None:
             os.environ[FAILURES] = failures
+        self._await_ready()
+
+    def _error(self) -> int:
+        error = ctypes.c_uint()
+        self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(error))
+        return error.value
+
+    def _await_ready(self) -> None:
+        """Wait for the end of a call that returned ncclInProgress."""
+        while self._error() == IN_PROGRESS:
+            time.sleep(0.001)
 
     def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Work:
         """Exchange a byte in the legacy stream, whatever the tensors."""
@@ -130,6 +142,7 @@ class ProcessGroupNCCL:
         sent, received = self._buffers
         count, dtype = ctypes.c_size_t(1), ctypes.c_uint(1)
         self._library.ncclAllGather(sent, received, count, dtype, self._comm, ctypes.c_void_p())
+        self._await_ready()
         ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(ctypes.c_void_p(), work.host_function, None)
         return work
 
@@ -139,11 +152,9 @@ class ProcessGroupNCCL:
             why = ""
             if any(time.monotonic() > work.deadline for work in running):
                 why = "a collective ran into its timeout"
-            if self._comm and (running or self.always_polls):
-                error = ctypes.c_uint()
-                self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(error))
-                if error.value not in (0, 7):  # ncclSuccess, ncclInProgress
-                    why = "the communicator has an error"
+            polls = running or self.always_polls
+            if polls and self._comm and self._error() not in (SUCCESS, IN_PROGRESS):
+                why = "the communicator has an error"
             if why and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
                 print(f"stand-in: the watchdog of torch's group ends the process: {why}", file=sys.stderr)
                 os.abort()

@@ -20,10 +20,13 @@
  *   STANDIN_NCCL_LATER=remote    a group ends in ncclRemoteError, which only ncclCommGetAsyncError reports
  *   STANDIN_NCCL_LATER=stall     a group makes no progress
  *   STANDIN_NCCL_SLOW_MS=300     ncclGroupEnd takes this long on the host
- *   STANDIN_NCCL_ABORT_MS=500    an abort takes this long */
+ *   STANDIN_NCCL_ABORT_MS=500    an abort takes this long
+ *   STANDIN_NCCL_PENDING_MS=20   communicators do not block, as with NCCL_COMM_BLOCKING=0: ncclCommInitRank and
+ *                                ncclGroupEnd return ncclInProgress, and a thread does the rest this much later */
 #include "nccl_work.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -102,6 +105,38 @@ EXPORT spar_nccl_result ncclGetUniqueId(spar_nccl_id *id)
     return SPAR_NCCL_SUCCESS;
 }
 
+/* Runs `function` on a thread, after which the communicator is not pending any more. */
+static spar_nccl_result begin_pending(struct ncclComm *comm, void *(*function)(void *), void *argument)
+{
+    pthread_t thread;
+    __atomic_add_fetch(&comm->pending, 1, __ATOMIC_RELEASE);
+    if (pthread_create(&thread, NULL, function, argument) != 0)
+        crash("a pending call", "finds no thread");
+    pthread_detach(thread);
+    return SPAR_NCCL_IN_PROGRESS;
+}
+
+static int is_aborted(const struct ncclComm *comm)
+{
+    return (int)__atomic_load_n(&comm->aborted, __ATOMIC_ACQUIRE);
+}
+
+static void await_ranks(const struct ncclComm *comm)
+{
+    while (__atomic_load_n(&comm->shared->attached, __ATOMIC_ACQUIRE) < (uint32_t)comm->world &&
+           !is_aborted(comm))
+        pause_shortly();
+}
+
+static void *init_later(void *context)
+{
+    struct ncclComm *comm = context;
+    delay("STANDIN_NCCL_PENDING_MS");
+    await_ranks(comm);
+    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
 EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar_nccl_id id, int rank)
 {
     size_t bytes = sizeof(shared_memory) + (size_t)(world * world) * sizeof(pipe_memory);
@@ -120,22 +155,36 @@ EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar
     close(descriptor);
     if (__atomic_add_fetch(&c->shared->attached, 1, __ATOMIC_ACQ_REL) == (uint32_t)world)
         shm_unlink(id.internal);
-    while (__atomic_load_n(&c->shared->attached, __ATOMIC_ACQUIRE) < (uint32_t)world)
-        pause_shortly();
+    if (getenv("STANDIN_NCCL_PENDING_MS")) {
+        *comm = c;
+        return begin_pending(c, init_later, c);
+    }
+    await_ranks(c);
     *comm = c;
+    return SPAR_NCCL_SUCCESS;
+}
+
+/* What follows a call that is in progress must wait for it. */
+static spar_nccl_result ready(const struct ncclComm *comm, const char *function)
+{
+    use(comm, function);
+    if (__atomic_load_n(&comm->pending, __ATOMIC_ACQUIRE))
+        return fail(INVALID_ARGUMENT, "the communicator's previous call is in progress");
     return SPAR_NCCL_SUCCESS;
 }
 
 EXPORT spar_nccl_result ncclCommCount(struct ncclComm *const comm, int *world)
 {
-    use(comm, "ncclCommCount");
+    if (ready(comm, "ncclCommCount"))
+        return INVALID_ARGUMENT;
     *world = comm->world;
     return SPAR_NCCL_SUCCESS;
 }
 
 EXPORT spar_nccl_result ncclCommUserRank(struct ncclComm *const comm, int *rank)
 {
-    use(comm, "ncclCommUserRank");
+    if (ready(comm, "ncclCommUserRank"))
+        return INVALID_ARGUMENT;
     *rank = comm->rank;
     return SPAR_NCCL_SUCCESS;
 }
@@ -143,7 +192,9 @@ EXPORT spar_nccl_result ncclCommUserRank(struct ncclComm *const comm, int *rank)
 EXPORT spar_nccl_result ncclCommGetAsyncError(struct ncclComm *comm, spar_nccl_result *error)
 {
     use(comm, "ncclCommGetAsyncError");
-    *error = __atomic_load_n(&comm->error, __ATOMIC_ACQUIRE);
+    *error = __atomic_load_n(&comm->pending, __ATOMIC_ACQUIRE)
+                 ? SPAR_NCCL_IN_PROGRESS
+                 : __atomic_load_n(&comm->error, __ATOMIC_ACQUIRE);
     return SPAR_NCCL_SUCCESS;
 }
 
@@ -153,6 +204,39 @@ EXPORT spar_nccl_result ncclGroupStart(void)
         return fail(SYSTEM_ERROR, "the stand-in cannot start a group");
     depth++;
     return SPAR_NCCL_SUCCESS;
+}
+
+typedef struct {
+    struct ncclComm *comm;
+    int count;
+    operation operations[];
+} pending_group;
+
+static void *launch_later(void *context)
+{
+    pending_group *g = context;
+    delay("STANDIN_NCCL_PENDING_MS");
+    spar_nccl_result result =
+        is_aborted(g->comm) ? SPAR_NCCL_SUCCESS : launch(g->comm, g->operations, g->count);
+    if (result)
+        __atomic_store_n(&g->comm->error, result, __ATOMIC_RELEASE);
+    __atomic_sub_fetch(&g->comm->pending, 1, __ATOMIC_RELEASE);
+    free(g);
+    return NULL;
+}
+
+/* Launches the open operations of the communicator. */
+static spar_nccl_result launch_open(struct ncclComm *comm)
+{
+    size_t bytes = (size_t)open_count * sizeof *open_operations;
+    delay("STANDIN_NCCL_SLOW_MS");
+    if (!getenv("STANDIN_NCCL_PENDING_MS"))
+        return launch(comm, open_operations, open_count);
+    pending_group *g = malloc(sizeof *g + bytes);
+    g->comm = comm;
+    g->count = open_count;
+    memcpy(g->operations, open_operations, bytes);
+    return begin_pending(comm, launch_later, g);
 }
 
 EXPORT spar_nccl_result ncclGroupEnd(void)
@@ -166,14 +250,12 @@ EXPORT spar_nccl_result ncclGroupEnd(void)
         return SPAR_NCCL_SUCCESS;
     result = open_error;
     open_error = SPAR_NCCL_SUCCESS;
-    for (int i = 0; i < open_count && !result; i++) {
+    for (int i = 0; i < open_count && (!result || result == SPAR_NCCL_IN_PROGRESS); i++) {
         int is_first = 1;
         for (int j = 0; j < i; j++)
             is_first &= open_operations[j].comm != open_operations[i].comm;
-        if (is_first) {
-            delay("STANDIN_NCCL_SLOW_MS");
-            result = launch(open_operations[i].comm, open_operations, open_count);
-        }
+        if (is_first)
+            result = launch_open(open_operations[i].comm);
     }
     open_count = 0;
     return result;
@@ -196,7 +278,8 @@ EXPORT int standin_nccl_unaligned(void)
 static spar_nccl_result add(struct ncclComm *comm, struct CUstream_st *stream, int sends, void *bytes,
                             size_t count, unsigned dtype, int peer)
 {
-    use(comm, sends ? "ncclSend" : "ncclRecv");
+    if (ready(comm, sends ? "ncclSend" : "ncclRecv"))
+        return INVALID_ARGUMENT;
     if (__atomic_load_n(&comm->revoked, __ATOMIC_ACQUIRE))
         return fail(INVALID_USAGE, "the communicator was revoked");
     if (count > 1 && (uintptr_t)bytes % 16)
@@ -252,7 +335,8 @@ EXPORT spar_nccl_result ncclAllGather(const void *from, void *to, size_t count, 
 static void stop(struct ncclComm *comm)
 {
     __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
-    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
+    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE) ||
+           __atomic_load_n(&comm->pending, __ATOMIC_ACQUIRE))
         pause_shortly();
 }
 

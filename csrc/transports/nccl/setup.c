@@ -110,6 +110,27 @@ spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
     return status;
 }
 
+static int is_abandoned(spar_nccl_state *s)
+{
+    pthread_mutex_lock(&s->lock);
+    int abandoned = s->abandoned;
+    pthread_mutex_unlock(&s->lock);
+    return abandoned;
+}
+
+/* Waits until a communicator that does not block (NCCL_COMM_BLOCKING=0) is ready, or nobody waits for it. */
+static spar_status await_ready(spar_nccl_state *s, struct ncclComm *comm)
+{
+    const struct timespec moment = {0, 200000};
+    for (;;) {
+        spar_nccl_result result = SPAR_NCCL_SUCCESS;
+        SPAR_NCCL_TRY(CommGetAsyncError(comm, &result));
+        if (result != SPAR_NCCL_IN_PROGRESS || is_abandoned(s))
+            return spar_nccl_check(result, "ncclCommInitRank");
+        nanosleep(&moment, NULL);
+    }
+}
+
 /* Runs the NCCL calls that may block on peers without a limit; on a thread of its own. */
 static spar_status init_communicator(spar_nccl_state *s)
 {
@@ -117,13 +138,14 @@ static spar_status init_communicator(spar_nccl_state *s)
     int world, rank;
     if (!comm) {
         SPAR_NCCL_TRY(CommInitRank(&comm, s->world, s->id, s->rank));
+        spar_status status = await_ready(s, comm);
         pthread_mutex_lock(&s->lock);
-        int abandoned = s->abandoned;
+        int abandoned = s->abandoned || status != SPAR_OK;
         s->own = abandoned ? NULL : comm;
         pthread_mutex_unlock(&s->lock);
         if (abandoned) {
             spar_nccl.CommAbort(comm);
-            return SPAR_OK;
+            return status;
         }
     }
     SPAR_NCCL_TRY(CommCount(comm, &world));
