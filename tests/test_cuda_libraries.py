@@ -43,6 +43,25 @@ if status:
     sys.stdout.buffer.write(core.spar_last_error())
 sys.exit(status)
 """
+DRIVER = """
+import ctypes, sys
+library, status = ctypes.CDLL(sys.argv[1]), ctypes.c_int()
+
+def find(name, version, flags=1):
+    function = ctypes.c_void_p()
+    library.cuGetProcAddress_v2(
+        name, ctypes.byref(function), version, ctypes.c_uint64(flags), ctypes.byref(status)
+    )
+    return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2)(function.value) if function.value else None
+
+assert find(b"cuMemAlloc", 3010) is None and status.value == 2
+assert find(b"cuMemAlloc", 12000, 2) is None and find(b"cuNothing", 12000) is None and status.value == 1
+create, context, made = find(b"cuEventCreate", 12000), ctypes.c_void_p(), ctypes.c_void_p()
+assert create(ctypes.addressof(made), None) == 201
+assert find(b"cuDevicePrimaryCtxRetain", 12000)(ctypes.addressof(context), None) == 0
+assert find(b"cuCtxSetCurrent", 12000)(context, None) == 0
+assert create(ctypes.addressof(made), None) == 0
+"""
 
 
 def packaged(*patterns: str) -> list[Path]:
@@ -140,6 +159,12 @@ def test_nvrtc_declarations_match_nvrtc_h(tmp_path: Path) -> None:
 
 
 # ---- error reasons ----
+
+
+def test_standin_of_the_driver_needs_contexts_and_heeds_versions() -> None:
+    """As the driver does, so that tests find calls of threads without a context."""
+    library = standins.built() / "libcuda.so.1"
+    subprocess.run([sys.executable, "-c", DRIVER, str(library)], check=True)
 
 
 def test_outdated_driver_is_a_reason(part: Path) -> None:

@@ -35,7 +35,17 @@ MIB = 1 << 20
 
 
 def driver(name: str, *args: Any) -> None:
-    """Call a function of the stand-in libcuda that only cuGetProcAddress returns."""
+    """Call a function of the stand-in libcuda that only cuGetProcAddress returns, on device 0."""
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.pointer(context), ctypes.c_int(0))
+    _call("cuCtxSetCurrent", context)
+    try:
+        _call(name, *args)
+    finally:
+        _call("cuCtxSetCurrent", ctypes.c_void_p())  # spar must not rely on it
+
+
+def _call(name: str, *args: Any) -> None:
     library = ctypes.CDLL("libcuda.so.1")
     function, found = ctypes.c_void_p(), ctypes.c_int()
     library.cuGetProcAddress_v2(

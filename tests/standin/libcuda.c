@@ -13,6 +13,9 @@
  * and invalidates the capture. So does a wait for a captured stream or event, or for the device, in every
  * mode.
  *
+ * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds a
+ * function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
+ *
  * standin_live() returns the number of objects created and not freed. */
 #include "devices/cuda/driver.h"
 #include "streams.h"
@@ -26,6 +29,11 @@ enum { DEVICES = 8, SMS = 20, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600 };
 
 static int contexts[DEVICES];
 static _Thread_local int *current;
+
+int has_context(void)
+{
+    return current != NULL;
+}
 
 static int Init(unsigned flags)
 {
@@ -103,6 +111,7 @@ static int ModuleGetFunction(void **function, void *module, const char *name)
 {
 #define NAME(width, factor) "copy_" #width "_" #factor,
     static const char *const names[] = {SPAR_KERNELS(NAME)};
+    MAY_FAIL("cuModuleGetFunction");
     (void)module;
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
         if (strcmp(names[i], name) == 0) {
@@ -116,8 +125,8 @@ static int LaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsi
                         unsigned bz, unsigned shared, void *handle, void **parameters, void **extra)
 {
     MAY_FAIL("cuLaunchKernel");
-    if (!current || !x || x > SMS * 3 / 4 || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 ||
-        bz != 1 || shared || extra)
+    if (!x || x > SMS * 3 / 4 || y != 1 || z != 1 || threads != SPAR_KERNEL_THREADS || by != 1 || bz != 1 ||
+        shared || extra)
         return INVALID;
     work w = {.run = run_kernel, .kernel = (int)(intptr_t)function - 1, .bytes = x};
     w.copy = *(spar_kernel_copy *)parameters[0];
@@ -208,6 +217,7 @@ static int StreamWaitEvent(void *handle, event *e, unsigned flags)
 
 static int StreamIsCapturing(void *handle, int *status)
 {
+    MAY_FAIL("cuStreamIsCapturing");
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
     *status = s->capture ? 1 + !!s->capture->spoiled : 0;
@@ -283,6 +293,7 @@ static int EventCreate(event **made, unsigned flags)
 
 static int EventDestroy(event *e)
 {
+    MAY_FAIL("cuEventDestroy");
     pthread_mutex_lock(&lock);
     drop_event(e);
     pthread_mutex_unlock(&lock);
@@ -314,11 +325,12 @@ static int EventQuery(event *e)
     return code;
 }
 
-/* The stand-in for libnccl looks it up by name, and launches its work with it. */
+/* The stand-in for libnccl looks it up by name, and launches its work with it. NCCL sets the device by itself, so
+ * this needs no context. */
 EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *context)
 {
-    MAY_FAIL("cuLaunchHostFunc");
-    return give(handle, (work){.run = run_host, .host = function, .context = context});
+    int code = failure("cuLaunchHostFunc");
+    return code ? code : give(handle, (work){.run = run_host, .host = function, .context = context});
 }
 
 /* Overwrites memory in the stream, as whoever gets it next from an allocator that follows the stream's
@@ -329,24 +341,42 @@ EXPORT int standin_spoil(void *handle, void *memory, size_t bytes)
     return give(handle, (work){.run = run_spoil, .to = memory, .bytes = bytes});
 }
 
+/* The same for whether it captures. */
+EXPORT int standin_is_capturing(void *handle);
+EXPORT int standin_is_capturing(void *handle)
+{
+    pthread_mutex_lock(&lock);
+    int captures_now = stream_of(handle)->capture != NULL;
+    pthread_mutex_unlock(&lock);
+    return captures_now;
+}
+
+enum { LEGACY_STREAM = 1, SYMBOL_NOT_FOUND = 1, VERSION_NOT_SUFFICIENT = 2, NOT_FOUND = 500 };
+
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status)
 {
-#define ROW(name, version, parameters) {"cu" #name, (void *)name},
+#define ROW(name, version, parameters) {"cu" #name, (void *)name, version},
     static const struct {
         const char *name;
         void *function;
+        int version;
     } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) /* and functions that only tests call */
-                ROW(CtxSynchronize, , ) ROW(StreamBeginCapture, , ) ROW(StreamEndCapture, , )
-                    ROW(GraphLaunch, , ) ROW(GraphDestroy, , )};
+                ROW(CtxSynchronize, 2000, ) ROW(StreamBeginCapture, 10010, ) ROW(StreamEndCapture, 10000, )
+                    ROW(GraphLaunch, 10000, ) ROW(GraphDestroy, 10000, )};
     const char *without = getenv("STANDIN_LACKS");
-    (void)version, (void)flags;
-    *status = 1;
+    *status = SYMBOL_NOT_FOUND;
     *found = NULL;
+    if (flags & ~(uint64_t)LEGACY_STREAM)
+        return NOT_FOUND;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         if (strcmp(rows[i].name, name) == 0 && !(without && strcmp(without, name) == 0)) {
+            if (version < rows[i].version) {
+                *status = VERSION_NOT_SUFFICIENT;
+                return NOT_FOUND;
+            }
             *found = rows[i].function;
             *status = 0;
             return 0;
         }
-    return 500;
+    return NOT_FOUND;
 }

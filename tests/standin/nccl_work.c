@@ -156,14 +156,10 @@ void *cuda(const char *name)
 
 static int is_captured(struct CUstream_st *stream)
 {
-    static unsigned (*find)(const char *, void *, int, uint64_t, int *);
-    unsigned (*is_capturing)(struct CUstream_st *, int *) = NULL;
-    int found, status = 0;
-    void *address = cuda("cuGetProcAddress_v2");
-    memcpy(&find, &address, sizeof address);
-    find("cuStreamIsCapturing", &is_capturing, 12000, 0, &found);
-    is_capturing(stream, &status);
-    return status != 0;
+    static int (*is_capturing)(struct CUstream_st *);
+    void *address = cuda("standin_is_capturing");
+    memcpy(&is_capturing, &address, sizeof address);
+    return is_capturing(stream);
 }
 
 spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)

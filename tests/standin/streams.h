@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-enum { UNSUPPORTED = 900, INVALIDATED = 901, UNMATCHED = 904, ISOLATION = 905 };
+enum { INVALID_CONTEXT = 201, UNSUPPORTED = 900, INVALIDATED = 901, UNMATCHED = 904, ISOLATION = 905 };
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct work {
@@ -54,9 +54,12 @@ void count(int by);
 /* Returns the code with which STANDIN_FAIL makes this call fail, or 0. */
 int failure(const char *name);
 
+/* Whether the thread has a current context, without which the driver's functions fail. */
+int has_context(void);
+
 #define MAY_FAIL(name)                                                                                       \
     do {                                                                                                     \
-        int code_ = failure(name);                                                                           \
+        int code_ = has_context() ? failure(name) : INVALID_CONTEXT;                                         \
         if (code_)                                                                                           \
             return code_;                                                                                    \
     } while (0)
