@@ -16,7 +16,15 @@
  * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds a
  * function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
  *
- * standin_live() returns the number of objects created and not freed. */
+ * standin_live() returns the number of objects created and not freed.
+ *
+ * Not imitated:
+ * - Device memory is host memory: that the host reads or writes it is not noticed. Tensors of the tests are the
+ *   CPU's, and memory protection keys, which would tell threads apart, are not on every machine.
+ * - All kernels run at once, whatever their CTAs and SMs: kernels that wait for each other never lack room.
+ * - The legacy stream does not synchronize with other streams, and priorities have no effect.
+ * - A query of an event or a stream never blocks, also beside a launch that does.
+ * - A context has no memory, stream or event of its own: an object of one device works on another. */
 #include "devices/cuda/driver.h"
 #include "streams.h"
 

@@ -12,8 +12,11 @@
  * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts
  *   those.
  *
- * Unlike in NCCL, lengths that do not match are an error at once. Environment variables, read at each call,
- * inject faults:
+ * Unlike in NCCL, lengths that do not match are an error at once; in NCCL the kernels hang, or move wrong bytes.
+ * Not imitated: groups have no CTAs, so that communicators never wait for each other's SMs; buffers are not
+ * registered for captures; a call does not set the thread's device.
+ *
+ * Environment variables, read at each call, inject faults:
  *
  *   STANDIN_NCCL_VERSION=22000   ncclGetVersion returns it
  *   STANDIN_NCCL_FAIL=Send:3     the third ncclSend from now on fails: ncclSystemError, with a last error
