@@ -87,3 +87,7 @@ def test_error_of_the_communicator_ends_the_process_of_the_newer_class(gpus: Ran
     else:
         with pytest.raises(pytest.fail.Exception, match="the process is gone"):
             gpus(2, nccl_native.check_error, "3")
+
+
+def test_threads_run_while_kernels_are_compiled(gpus: Ranks, tmp_path: Path) -> None:
+    gpus(2, nccl_native.check_compilation, str(tmp_path))

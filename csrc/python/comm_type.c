@@ -43,7 +43,7 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     snprintf(object->group, sizeof object->group, "%s", group);
     memcpy(info, bytes, (size_t)size);
     spar_status status;
-    Py_BEGIN_ALLOW_THREADS; /* it may ask a name server */
+    Py_BEGIN_ALLOW_THREADS; /* it may ask a name server, or compile kernels */
     status =
         spar_comm_open(*row, info, world, rank, local_ranks, &native, &object->comm, &object->setup_result);
     Py_END_ALLOW_THREADS;

@@ -175,3 +175,31 @@ def check_error(rank: int, world: int, group: dist.ProcessGroup, handling: str) 
             stream.synchronize()
         dist.barrier(group)
         comm.close()
+
+
+# ---- kernels ----
+
+
+def check_compilation(rank: int, world: int, group: dist.ProcessGroup, folder: str) -> None:
+    """Python's threads run while a set-up compiles the kernels."""
+    gaps, stop = [], threading.Event()
+
+    def tick() -> None:
+        before = time.monotonic()
+        while not stop.wait(0.01):
+            gaps.append(time.monotonic() - before)
+            before = time.monotonic()
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    with setting(STANDIN_NVRTC_MS=1500, XDG_CACHE_HOME=Path(folder, str(rank))):
+        comm = set_up(group, torch.device("cuda", 2))  # a device that no other test prepares
+    took = time.monotonic() - begin
+    stop.set()
+    thread.join()
+    assert comm.transport("cuda").name == "nccl"
+    assert took > 1.4, "the kernels were not compiled"
+    assert max(gaps) < 1.0
+    dist.barrier(group)
+    comm.close()

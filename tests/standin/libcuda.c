@@ -13,14 +13,14 @@
  * and invalidates the capture. So does a wait for a captured stream or event, or for the device, in every
  * mode.
  *
- * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds a
- * function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
+ * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds
+ * a function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
  *
  * standin_live() returns the number of objects created and not freed.
  *
  * Not imitated:
- * - Device memory is host memory: that the host reads or writes it is not noticed. Tensors of the tests are the
- *   CPU's, and memory protection keys, which would tell threads apart, are not on every machine.
+ * - Device memory is host memory: that the host reads or writes it is not noticed. Tensors of the tests are
+ *   the CPU's, and memory protection keys, which would tell threads apart, are not on every machine.
  * - All kernels run at once, whatever their CTAs and SMs: kernels that wait for each other never lack room.
  * - The legacy stream does not synchronize with other streams, and priorities have no effect.
  * - A query of an event or a stream never blocks, also beside a launch that does.
@@ -333,8 +333,8 @@ static int EventQuery(event *e)
     return code;
 }
 
-/* The stand-in for libnccl looks it up by name, and launches its work with it. NCCL sets the device by itself, so
- * this needs no context. */
+/* The stand-in for libnccl looks it up by name, and launches its work with it. It needs no context, since NCCL
+ * sets the device by itself. */
 EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *context)
 {
     int code = failure("cuLaunchHostFunc");

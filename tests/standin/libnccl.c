@@ -12,7 +12,7 @@
  * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts
  *   those.
  *
- * Unlike in NCCL, lengths that do not match are an error at once; in NCCL the kernels hang, or move wrong bytes.
+ * Unlike in NCCL, lengths that do not match are an error at once; NCCL's kernels hang, or move wrong bytes.
  * Not imitated: groups have no CTAs, so that communicators never wait for each other's SMs; buffers are not
  * registered for captures; a call does not set the thread's device.
  *
@@ -24,8 +24,9 @@
  *   STANDIN_NCCL_LATER=stall     a group makes no progress
  *   STANDIN_NCCL_SLOW_MS=300     ncclGroupEnd takes this long on the host
  *   STANDIN_NCCL_ABORT_MS=500    an abort takes this long
- *   STANDIN_NCCL_PENDING_MS=20   communicators do not block, as with NCCL_COMM_BLOCKING=0: ncclCommInitRank and
- *                                ncclGroupEnd return ncclInProgress, and a thread does the rest this much later */
+ *   STANDIN_NCCL_PENDING_MS=20   communicators do not block, as with NCCL_COMM_BLOCKING=0: ncclCommInitRank
+ *                                and ncclGroupEnd return ncclInProgress, and a thread does the rest this much
+ *                                later */
 #include "nccl_work.h"
 
 #include <fcntl.h>

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A stand-in for libnvrtc: its "machine code" is a text that the stand-in for libcuda accepts. */
+/* A stand-in for libnvrtc: its "machine code" is a text that the stand-in for libcuda accepts. With
+ * STANDIN_NVRTC_FAILS it does not compile; STANDIN_NVRTC_MS: it takes this long. */
 #include <locale.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const char code[] = "stand-in";
 
@@ -36,7 +38,10 @@ int nvrtcCreateProgram(void **program, const char *source, const char *name, int
 int nvrtcCompileProgram(void *program, int count, const char *const *options)
 {
     (void)program, (void)count, (void)options;
+    const char *ms = getenv("STANDIN_NVRTC_MS");
     setlocale(LC_ALL, "C"); /* as NVRTC before 12.6.2 */
+    if (ms)
+        usleep((unsigned)atoi(ms) * 1000);
     return getenv("STANDIN_NVRTC_FAILS") ? 6 : 0;
 }
 
