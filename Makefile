@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # The build of torch to install if there is none. A fixed version keeps test results reproducible.
 TORCH ?= torch==2.13.0
+# The torch of make test-newest: the newest that pip offers, as users get it, or a version (NEWEST=torch==2.15.0)
+NEWEST ?= torch
 # How the demo splits the sequence: plain, hybrid or packed
 LAYOUT ?= plain
 # Arguments for pytest: make test ARGS='-k gather -x'
@@ -23,7 +25,7 @@ BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
 .PHONY: help demo bench bench-attention bench-mpi bench-hosts bring-up-kit soak test test-benchmarks test-core test-models \
-	models-table test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
+	test-newest models-table test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +36,7 @@ help:
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
+	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
 	@echo 'make models-table  run every type of transformers by shard_model, and write docs/models.md (ARGS=--help)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
@@ -102,6 +105,17 @@ test-core: build .venv/.test
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
+
+# Not in make ci: the download takes 3 GB, and build/newest 6. It has no extra `test`, whose older NCCL would replace
+# that of torch. Without a GPU, tests of the nccl transport are skipped where torch has CUDA.
+NEWEST_PYTHON := build/newest/bin/python
+test-newest:
+	@[ -x $(NEWEST_PYTHON) ] || $(PYTHON) -m venv build/newest
+	@echo 'installing $(NEWEST) (this may take minutes)'
+	@$(NEWEST_PYTHON) -m pip -qq install --upgrade '$(NEWEST)'
+	@$(NEWEST_PYTHON) -m pip -qq install -e '.[demo,pytest]'
+	@$(NEWEST_PYTHON) -c 'import torch; print("torch", torch.__version__)'
+	@$(NEWEST_PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
 # Of ARGS: --failed, --task and the names of types run a part again; the other rows stay.
 models-table: build .venv/.test .venv/.models

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import prebuild, workers
+from helpers import prebuild, standins, workers
 from helpers.shared_gloo import shared
 
 from spar import _C
@@ -230,6 +230,7 @@ class Ranks:
         self.groups: set[tuple[str, int]] = set()  # made at their first use: gloo has a thread for each
 
     def _start(self) -> None:
+        standins.needed(self.libraries)
         # Forking a process that only imported torch is faster than spawning one.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

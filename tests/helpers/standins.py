@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+import torch
 
 from helpers import workers
 
@@ -65,6 +69,15 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "XDG_CACHE_HOME": str(folder / "cache"),
         **more,
     }
+
+
+def needed(libraries: Sequence[Path]) -> None:
+    """Skip a test whose ranks need some of these stand-ins, but have a torch with CUDA.
+
+    That has mapped the real libraries, which spar prefers, and needs a driver for each device.
+    """
+    if torch.version.cuda is not None and {path.name for path in libraries} & set(NAMES):
+        pytest.skip("stand-ins of CUDA's libraries need a torch without CUDA")
 
 
 def sweep() -> None:

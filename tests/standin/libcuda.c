@@ -333,8 +333,8 @@ static int EventQuery(event *e)
     return code;
 }
 
-/* The stand-in for libnccl looks it up by name, and launches its work with it. It needs no context, since NCCL
- * sets the device by itself. */
+/* The stand-in for libnccl looks it up by name, and launches its work with it. It needs no context: NCCL sets
+ * the device by itself. */
 EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *context)
 {
     int code = failure("cuLaunchHostFunc");
