@@ -72,6 +72,10 @@ def test_graph_replay_after_close(gpus: Ranks, native: bool) -> None:
     gpus(2, nccl_lifetime.check_replay_after_close, native)
 
 
+def test_peers_learn_of_a_close_before_the_abort_returns(gpus: Ranks) -> None:
+    gpus(2, nccl_lifetime.check_slow_close)
+
+
 def test_close_with_calls_in_the_stream(gpus: Ranks) -> None:
     gpus(3, nccl_lifetime.check_close_under_way)
 

@@ -148,6 +148,9 @@ spar_status spar_group_attach(spar_group *group, spar_peer **peers, const int64_
 /* Sets the spin time before sleeping. */
 void spar_group_spin(spar_group *group, int64_t spin_ns);
 
+/* Tells the peers that this rank makes no further call, as closing does. The group stays open. */
+void spar_group_end_calls(spar_group *group);
+
 /* Closes the group, which may be NULL. Neither waits nor is collective; the mailbox is reused when every peer
  * has detached. Does nothing in a forked child, which leaves its parent's mailbox alone. */
 void spar_group_close(spar_group *group);

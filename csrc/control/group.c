@@ -408,16 +408,20 @@ static void unmap_dead(spar_group *g)
     }
 }
 
+void spar_group_end_calls(spar_group *g)
+{
+    uint32_t next = __atomic_load_n(&g->own->published, __ATOMIC_RELAXED) + 1;
+    char reason[64];
+    snprintf(reason, sizeof reason, "rank %d closed the group before call %u", g->rank, (unsigned)next);
+    spar_group_abort(g, SPAR_BROKEN, next, &(spar_ranks){1, {g->rank}}, reason);
+}
+
 void spar_group_close(spar_group *g)
 {
     if (!g || !spar_arena_is_own())
         return;
-    char reason[64];
-    snprintf(reason, sizeof reason, "rank %d closed the group before call %u", g->rank,
-             (unsigned)__atomic_load_n(&g->own->published, __ATOMIC_RELAXED) + 1);
     spar_group_end_set_up(g);
-    spar_group_abort(g, SPAR_BROKEN, __atomic_load_n(&g->own->published, __ATOMIC_RELAXED) + 1,
-                     &(spar_ranks){1, {g->rank}}, reason);
+    spar_group_end_calls(g);
     spar_memory_publish(g->memory, &mailbox_quarantine, g, 0);
     spar_memory *memory = g->memory;
     spar_links_close(g);

@@ -48,6 +48,23 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
     other.close()
 
 
+def check_slow_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The end of a closed group's communicator takes long: peers learn of the close before it."""
+    comm = set_up(group)
+    enqueue(comm, "gather", (0,), torch.zeros(2))
+    wait(comm)
+    with setting(STANDIN_NCCL_ABORT_MS=1500):
+        if rank == 1:
+            comm.close()
+            time.sleep(0.4)  # the abort has begun
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(spar.GroupBrokenError, match="rank 1 closed the group before call 2"):
+                enqueue(comm, "gather", (0,), torch.zeros(2))
+    dist.barrier(group)
+    comm.close()
+
+
 def check_slow_call(rank: int, world: int, group: dist.ProcessGroup, native: bool) -> None:
     """A timeout while a call is inside NCCL: the communicator is freed later, and no further step begins."""
     with torch_nccl(group) if native else contextlib.nullcontext():

@@ -173,6 +173,8 @@ static void close_comm(spar_comm *comm)
     comm->state = NULL;
     if (!s)
         return;
+    if (s->ring)
+        spar_group_end_calls(s->group); /* to end a communicator may take a second, in which peers may call */
     if (s->watchdog)
         spar_watchdog_close(s->watchdog); /* it releases once the calls have ended */
     else if (spar_thread_start(release_entered, s) != 0)
