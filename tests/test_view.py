@@ -164,6 +164,17 @@ def test_strict_refuses_functions_that_run_whole(ranks: Ranks) -> None:
     ranks(2, check_strict)
 
 
+def check_apply_in_c(rank: int, world: int, group: Group) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.Function, "apply", torch._C._FunctionBase.__dict__["apply"])
+        check_strict(rank, world, group)
+
+
+def test_functions_whose_apply_is_in_c_are_seen(ranks: Ranks) -> None:
+    """From torch 2.15 on it is."""
+    ranks(2, check_apply_in_c)
+
+
 def check_generators(rank: int, world: int, group: Group) -> None:
     for function in (lambda view, x: torch.dropout(x, 0.5, True), lambda view, x: torch.randn(x.shape) + x):
         torch.manual_seed(rank)

@@ -24,7 +24,10 @@ from .view import View, current_view, without_view
 
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
-_RECOMPUTED = "_checkpoint_without_reentrant_generator"  # which each checkpoint without reentry calls
+# Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
+# a dict.
+_RECOMPUTED = "_checkpoint_without_reentrant_generator"
+_RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
 
 MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
@@ -40,7 +43,11 @@ def intercepted(view: View) -> Iterator[None]:
     with _lock:
         _entered += 1
         if _entered == 1:
-            _replace(torch.autograd.Function, "apply", classmethod(_apply(torch.autograd.Function.apply)))
+            _replace(
+                torch.autograd.Function,
+                "apply",
+                classmethod(_apply(torch.autograd.Function.__dict__["apply"])),
+            )
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
                 _replace(kind, "__call__", _scripted(kind.__call__))
@@ -69,9 +76,12 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _apply(own: Any) -> Callable[..., Any]:
-    call = own.__func__
+    """own: a class method in Python, or from torch 2.15 on in C."""
 
-    @functools.wraps(call)
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    @functools.wraps(torch.autograd.Function.apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         view = current_view()
         if view is not None and cls is checkpoints.CheckpointFunction:
