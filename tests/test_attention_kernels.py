@@ -20,6 +20,7 @@ from helpers.whole_attention import METHODS, error_of, expected_of, inputs
 import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, flash_attn, kernel_for, reason_against
+from spar._attention.kernels.aten import FlashCuda
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.kernel import Needs
 from spar._attention.strips import strip_blocks, strips_of
@@ -29,16 +30,26 @@ pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
 DOCUMENTS = [7, 0, 15, 1]
+SHORT = {  # kernels for GPUs, of 16-bit tensors, and the calls of their stand-ins
+    "flash_attn": {"forward", "backward"},
+    "flash on a GPU": {"forward", "backward", "aten forward", "aten backward"},
+}
 
 
 @contextmanager
-def standins() -> Iterator[None]:
-    """Let CPU tensors reach the kernels for GPUs."""
+def standins(**kernels: Any) -> Iterator[None]:
+    """Let CPU tensors reach the kernels for GPUs; with more kernels by name."""
     flash_attn._interface.cache_clear()
+    ops = {
+        "_scaled_dot_product_flash_attention": flash_attn_standin.aten_forward,
+        "_scaled_dot_product_flash_attention_backward": flash_attn_standin.aten_backward,
+    }
     with (
         flash_attn_standin.installed(),
         flex_standin.installed(),
-        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn()),
+        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn(), **kernels),
+        mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
+        mock.patch.multiple(torch.ops.aten, create=True, **ops),
     ):
         yield
     flash_attn._interface.cache_clear()
@@ -50,7 +61,7 @@ def check_named(rank: int, world: int, group: Group, name: str) -> None:
         "even": SequenceLayout.even(23, group),
         "packed": SequenceLayout.packed(DOCUMENTS, group),
     }
-    short = name == "flash_attn"
+    short = name in SHORT
     kind, limit = (torch.bfloat16, 0.1) if short else (torch.float32, 2e-5)
     generator = torch.Generator().manual_seed(1)
     random = torch.rand(2, 4, layouts["even"].total, layouts["even"].total, generator=generator)
@@ -60,24 +71,30 @@ def check_named(rank: int, world: int, group: Group, name: str) -> None:
         documents = DOCUMENTS if layout == "packed" else None
         for mask in masks if layout == "packed" and key_heads == 1 else [None]:
             attend = partial(
-                spar.attention, layout=layouts[layout], causal=causal, mask=mask, method=way, attend=name
+                spar.attention,
+                layout=layouts[layout],
+                causal=causal,
+                mask=mask,
+                method=way,
+                attend=name.split()[0],
             )
             expected = expected_of(whole, causal=causal, mask=mask, documents=documents)
             found = error_of(attend, [x.to(kind) for x in whole], expected, layouts[layout].index())
             assert found < limit, (way, layout, causal, key_heads, found)
 
 
-@pytest.mark.parametrize("name", ["flash", "blockwise", "flash_attn", "flex"])
+@pytest.mark.parametrize("name", ["flash", "blockwise", *SHORT, "flex"])
 def test_named_kernel_matches_one_process(ranks: Ranks, name: str) -> None:
     ranks(2, check_with_standins, name)
 
 
 def check_with_standins(rank: int, world: int, group: Group, name: str) -> None:
-    with standins():
+    kernels = {"flash": FlashCuda()} if name == "flash on a GPU" else {}
+    with standins(**kernels):
         flash_attn_standin.CALLS.clear()
         check_named(rank, world, group, name)
         called = set(flash_attn_standin.CALLS)
-    assert called == ({"forward", "backward"} if name == "flash_attn" else set())
+    assert called == SHORT.get(name, set())
 
 
 def test_first_kernel_that_can_compute_a_call() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the package flash_attn, which needs a GPU: its functions' signatures, computed with torch.
+"""Stand-ins for flash attention on GPUs, of the package flash_attn and of aten, computed with torch.
 
 Tensors are [B, S, H, D], the log-sum-exp [B, H, S] in float32. A causal mask is aligned to the last query and
 key. As the real functions, they refuse other dtypes and layouts, and write the gradients to given tensors.
@@ -113,6 +113,45 @@ def _flash_attn_backward(
     dk.copy_(summed(inner.transpose(-1, -2) @ q.float().transpose(1, 2)))
     dv.copy_(summed(weights.transpose(-1, -2) @ upper))
     return softmax_d
+
+
+def aten_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, debug: bool, *, scale: float
+) -> tuple[Tensor, ...]:
+    """As aten's _scaled_dot_product_flash_attention, of [B, H, S, D], without its other results."""
+    CALLS.append("aten forward")
+    assert not dropout_p and not debug and q.size(1) == k.size(1) and (not causal or q.size(2) == k.size(2))
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse, *_ = _flash_attn_forward(*tensors, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return out.transpose(1, 2), lse
+
+
+def aten_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ends_q: None,
+    ends_k: None,
+    most_q: int,
+    most_k: int,
+    dropout_p: float,
+    causal: bool,
+    seed: Tensor,
+    offset: Tensor,
+    *,
+    scale: float,
+) -> list[Tensor]:
+    """As aten's backward, whose kernel reads a log-sum-exp as if it were contiguous, whatever its strides."""
+    CALLS.append("aten backward")
+    assert (most_q, most_k, dropout_p) == (q.size(2), k.size(2), 0.0)
+    lse = lse.as_strided(lse.shape, (lse.size(1) * lse.size(2), lse.size(2), 1))
+    tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+    gradients = [torch.empty_like(x) for x in tensors[1:4]]
+    _flash_attn_backward(*tensors, lse, *gradients, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return [x.transpose(1, 2) for x in gradients]
 
 
 @contextmanager
