@@ -85,7 +85,15 @@ def check_compiled(rank: int, world: int, group: Group, method: str, backend: st
     ],
 )
 def test_windows_and_spans_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
-    ranks(3, check_compiled, method, "aot_eager", kind, timeout=280)
+    # all ranks compile, or none: spans are described otherwise in compiled code
+    ranks(
+        3 if (method, kind) == ("ring", "window") else 2,
+        check_compiled,
+        method,
+        "aot_eager",
+        kind,
+        timeout=280,
+    )
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
@@ -94,8 +102,10 @@ def test_inductor_computes_spans(ranks: Ranks, method: str) -> None:
 
 
 def check_refusals(rank: int, world: int, group: Group) -> None:
-    """What a graph cannot have is named, also where gather becomes a ring in compiled code."""
+    """What a graph cannot have is named, also where gather becomes a ring in compiled code; on one rank."""
     layout = SequenceLayout.even(8, group)
+    if rank > 0:
+        return
     x = torch.zeros(1, 4, 4, 8)
     wrong: list[dict[str, Any]] = [{"dropout_p": 0.1}, {"bias": lambda b, h, q, k: 0.1 * k}]
     for method, keywords in itertools.product(METHODS, wrong):

@@ -24,7 +24,7 @@ METHODS = ("gather", "ring", "ulysses", None)
 
 def drawn_lengths(draw: random.Random) -> list[int]:
     """Return lengths of documents, some of no token or one; often one document alone."""
-    most = draw.choice([1, 4, 30, 200])
+    most = draw.choice([1, 4, 30, 90])
     return [draw.randint(0, most) for _ in range(draw.choice([1, 1, 2, 5, 12]))] + [1]
 
 
