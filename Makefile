@@ -87,9 +87,12 @@ bring-up-kit: build
 
 # The duration of the soak test, and of each fuzzer's search for new inputs after it replayed the corpus.
 SECONDS ?= 60
+# Of `make soak`: groups that are made and closed, and jobs that end
+GROUPS_CLOSED ?= 10000
+JOBS_ENDED ?= 40
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
-	@SOAK_GROUPS=10000 SOAK_EXITS=40 $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
+	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
 	-k 'groups_do_not_leak or exit_waits_for_threads'
 
 test: build .venv/.test
