@@ -42,6 +42,9 @@ FIRST += (
     "test_attention_use",
     "test_stateless_group",
 )
+FIRST += ("test_attention_flex", "test_attention_compile", "test_operations", "test_documents_kept")
+FIRST += ("test_transformers_hybrid", "test_transformers_masks", "test_transformers_state")
+FIRST += ("test_transformers_whole", "test_diffusers_classes")
 FIRST += ("test_attention", "test_async_errors", "test_ops", "test_layouts", "test_local_failures")
 FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_sharding", "test_set_ups")
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
