@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import llms
-from helpers.llms import compared, even, seeded, whole, zigzag
-from test_transformers_hybrid import (
+from helpers.hybrid_models import (
     DOCUMENTS,
     FEW,
     ONE_OF_EACH,
@@ -29,6 +28,7 @@ from test_transformers_hybrid import (
     pool as pool,
     sent,
 )
+from helpers.llms import compared, even, seeded, whole, zigzag
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

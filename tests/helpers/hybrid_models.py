@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with layers without attention, their batches, and comparisons with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from conftest import TRANSPORTS, Ranks
+from torch import Tensor, nn
+
+import spar
+from spar import SequenceLayout
+from spar.integrations.transformers import total_loss
+
+from . import llms
+from .float64 import in_float64
+from .llms import compared, left_padded, restarts, sharding, whole, zigzag
+
+PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
+Group = dist.ProcessGroup
+TOLERANCE = 1e-5
+Rows = tuple[tuple[int, ...], ...]
+# Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
+# in float32; `test_gates_in_float64` compares them without this rounding.
+GATES, ROUNDING = ("A_log.grad", "dt_bias.grad"), 1e-4
+
+FOUR = {"num_hidden_layers": 4}
+EXPERTS = llms.EXPERTS | {"shared_expert_intermediate_size": 16, "num_local_experts": 4}
+LATENT = llms.LATENT | {"q_lora_rank": None, "num_key_value_heads": 8, "n_group": 1, "topk_group": 1}
+LINEAR = FOUR | {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,  # fewer than of values, and than ranks
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+KDA = LINEAR | LATENT | EXPERTS | {"linear_num_heads": 5, "linear_head_dim": 8}
+MAMBA2 = FOUR | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+MAMBA = {"state_size": 6, "time_step_rank": 4}
+CONVOLUTION = FOUR | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name without ForCausalLM, and config
+    "qwen3_next": ("Qwen3Next", LINEAR | EXPERTS),
+    "qwen3_5_text": ("Qwen3_5", LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", LINEAR | EXPERTS),
+    "olmo_hybrid": ("OlmoHybrid", LINEAR | {"linear_num_key_heads": 4, "initializer_range": 0.05}),
+    "kimi_linear": ("KimiLinear", KDA),
+    "bailing_hybrid": ("BailingHybrid", KDA),
+    "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1, 3]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        MAMBA2 | EXPERTS | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
+    ),
+    "falcon_h1": ("FalconH1", MAMBA2 | {"num_hidden_layers": 2, "mamba_d_ssm": 64}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 5,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 6,
+            "n_groups": 1,
+            "chunk_size": 8,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        FOUR
+        | {
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "mamba_d_state": 6,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 8,
+            "mamba_expand": 2,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+            "adapter_rank": 4,
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 8, "expand": 2},
+    ),
+    "lfm2": ("Lfm2", CONVOLUTION | {"block_multiple_of": 8}),
+    "lfm2_moe": ("Lfm2Moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}),
+    "lfm3": (
+        "Lfm3",
+        CONVOLUTION
+        | {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 9},
+    ),
+    "jamba": (
+        "Jamba",
+        FOUR
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 6, "mamba_dt_rank": 4},
+    ),
+    "minimax": (
+        "MiniMax",
+        LINEAR | EXPERTS | {"num_attention_heads": 5, "num_key_value_heads": 5, "block_size": 8},
+    ),
+    "mamba": ("Mamba", MAMBA),
+    "falcon_mamba": ("FalconMamba", MAMBA),
+    "zamba": (
+        "Zamba",
+        FOUR
+        | {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64, "attention_head_dim": 8}
+        | {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2, "num_key_value_heads": 8},
+    ),
+}
+INDEXED = (
+    LINEAR
+    | EXPERTS
+    | {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    }
+)
+# Their attention passes no position_ids to its masks, so that shard refuses packed documents.
+WITHOUT_DOCUMENTS = {"granitemoehybrid"}
+
+
+def maker(name: str, **changes: Any) -> Callable[[], Any]:
+    """Return a function that builds a model of a type in which each head is another one."""
+    kind, config = TYPES[name]
+
+    def make() -> Any:
+        model = getattr(transformers, f"{kind}ForCausalLM")
+        made = model(model.config_class(**llms.SMALL | {"initializer_range": 0.1} | config | changes))
+        for path, p in made.named_parameters():
+            if p.numel() > 1 and p.unique().numel() == 1 and not path.endswith("norm.weight"):
+                nn.init.normal_(p, std=0.2)  # as dt_bias and D, which begin with ones
+        return made.train()
+
+    return make
+
+
+def padded() -> dict[str, Tensor]:
+    """Return a batch with padding before the first sample; no token that is padding predicts one."""
+    batch = left_padded()
+    batch["labels"][0, 11] = -100
+    return batch
+
+
+def built(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def limit(name: str, scan: str | None = None) -> float:
+    # By state sums run in another order: as far from one process as one process in float32 is from float64.
+    return (ROUNDING if name.endswith(GATES) else TOLERANCE) * (3 if scan == "state" else 1)
+
+
+def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
+    report = compared(make, batch, group, **arguments)
+    for entry in report.entries:
+        zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6  # rounding of a gradient of 0
+        most = limit(entry.name, arguments.get("scan"))
+        assert zero or entry.max_rel_error < most, f"{entry}, {arguments}\n{report}"
+    assert report.entries[1].name == "logits" and report.reference_loss > 1
+
+
+def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **given: Any) -> SequenceLayout:
+    """Compare packed documents with runs of each document alone: one process does not separate them.
+
+    documents: their lengths in each sample.
+    """
+    batch = whole(len(documents), sum(documents[0]))
+    positions = torch.stack([restarts(*lengths) for lengths in documents])
+    batch["labels"] = batch["labels"].masked_fill(positions == 0, -100)
+    count = int((batch["labels"] != -100).sum())
+    alone, model, expected, logits = built(make), built(make), 0.0, []
+    for row, lengths in enumerate(documents):
+        for end, length in zip(accumulate(lengths), lengths, strict=True):
+            of = slice(row, row + 1), slice(end - length, end)
+            output = alone(
+                input_ids=batch["input_ids"][of], labels=batch["labels"][of], num_items_in_batch=count
+            )
+            output.loss.backward()
+            expected += float(output.loss.detach())
+            logits.append(output.logits.detach())
+    part = sharding(group, **given)(model, batch | {"position_ids": positions})
+    output = model(**part)
+    output.loss.backward()
+    assert abs(float(total_loss(output.loss, group=group, token_group=group)) - expected) < 1e-5 * expected
+    own = part["layout"].shard(torch.cat(logits, 1).view(*batch["labels"].shape, -1), 1)
+    assert (output.logits - own).abs().max() < TOLERANCE * own.abs().max()
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        gradient = torch.zeros_like(q) if q.grad is None else q.grad
+        found, reference = spar.all_gather(gradient[None], group).sum(0), p.grad
+        reference = torch.zeros_like(p) if reference is None else reference
+        error = (found - reference).abs().max()
+        most = limit(f"{name}.grad", given.get("scan"))
+        assert error < max(1e-6, most * float(reference.abs().max())), (name, error)
+    layout: SequenceLayout = part["layout"]
+    return layout
+
+
+DOCUMENTS = ((5, 1, 18, 2, 11),)  # some are shorter than a convolution, or than the ranks
+OTHERS = ((5, 1, 18, 2, 11), (14, 23))
+
+FEW = {  # two heads, for more ranks
+    "qwen3_next": {"linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    "bamba": {"mamba_n_heads": 2, "mamba_d_head": 32, "mamba_n_groups": 1},
+}
+
+ONE_OF_EACH: dict[str, dict[str, Any]] = {  # the changes of a type's config
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"num_hidden_layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    pool = Ranks((2, 3, 4))
+    pool.transport = TRANSPORTS[0]
+    yield pool
+    pool.stop()
+
+
+# ---- comparisons ----
+
+
+def check_float64(rank: int, world: int, group: Group, name: str, scan: str | None = None) -> None:
+    def make() -> Any:
+        model = maker(name)().to(torch.float64)
+        for module in model.modules():
+            if hasattr(module, "decay_factors"):  # MiniMax's, which are buffers
+                factors = module.decay_factors(module.slope_rate)
+                module.query_decay, module.key_decay, module.diagonal_decay = factors
+        if hasattr(model.config, "num_experts_per_tok"):
+            model.set_experts_implementation("eager")  # torch has no grouped products in float64
+        return model
+
+    with in_float64(type(make())):
+        report = compared(make, padded(), group, layout=zigzag, scan=scan)
+    for entry in report.entries:
+        assert entry.max_rel_error < 1e-10, f"{entry}\n{report}"
+
+
+def sent() -> tuple[int, int]:
+    """Return the bytes that this process sent, and its exchanges."""
+    stats = spar.memory_stats()
+    sums = [sum(n for name, n in stats.items() if name.startswith(kind)) for kind in ("sent.", "calls.")]
+    return sums[0], sums[1]
