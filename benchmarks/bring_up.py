@@ -81,6 +81,7 @@ STAGES = (
         needs=(kit.PACKAGE,),
         shares=True,
     ),
+    Stage("attention", "Attention kernels", "gpu_attention.py", (), 90, (kit.PACKAGE,), shares=True),
     Stage(
         "loop",
         "Operations between two ranks on one GPU over the loop library",

@@ -18,19 +18,17 @@ import argparse
 import ctypes
 import datetime
 import faulthandler
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu_ranks
 import torch
 import torch.distributed as dist
-from report import FAILED, Report
+from report import Report
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import spar
 from spar._commands.bench import formulations
@@ -256,17 +254,6 @@ def times(device: torch.device, report: Report) -> None:
         report.row(f"{size // 1024} KiB", *rows)
 
 
-def loaded_nccl() -> tuple[int, int, int]:
-    """Return the version of the loaded library; torch.cuda.nccl.version() is that of torch's build."""
-    version = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    except OSError:  # linked into torch
-        major, minor, patch, *_ = torch.cuda.nccl.version()
-        return major, minor, patch
-    return version.value // 10000, version.value // 100 % 100, version.value % 100
-
-
 FAULTS = {
     "If a rank closes the group, the next call of its peers raises.": check_close,
     "If a rank makes another call, all ranks raise, and their streams continue.": check_abort,
@@ -276,7 +263,7 @@ FAULTS = {
 
 def check_gpus(device: torch.device, report: Report, loop: bool) -> None:
     name, ranks = torch.cuda.get_device_name(device), dist.get_world_size()
-    version = "the loop library" if loop else "NCCL " + ".".join(map(str, loaded_nccl()))
+    version = "the loop library" if loop else "NCCL " + ".".join(map(str, gpu_ranks.loaded_nccl()))
     report.say(f"{name} x {torch.cuda.device_count()}, {ranks} ranks, torch {torch.__version__}, {version}.")
     check_graph(device)
     report.say("Replays of CUDA graphs are correct.")
@@ -306,10 +293,7 @@ def end_group() -> None:
 
 def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     kind, loop, out = options.device, options.loop, options.out
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = gpu_ranks.device_of(kind, rank)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
     report = Report(options.data if rank == 0 else None, rank == 0)
@@ -330,36 +314,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    gpu_ranks.add_arguments(parser)
     parser.add_argument("--loop", action="store_true", help="over a preloaded library instead of NCCL")
-    parser.add_argument("--backend", help="torch's backend, instead of nccl (gloo where nccl cannot serve)")
-    parser.add_argument("--ranks", type=int, help="number of ranks, instead of one for each GPU")
     parser.add_argument("--out", help="also write the page to this file")
-    parser.add_argument("--data", help="also write what was found to this file, as JSON")
     options = parser.parse_args()
-    report = Report(options.data)
-    options.backend = options.backend or ("gloo" if options.loop or options.device == "cpu" else "nccl")
-    if options.backend not in dist.Backend.backend_list:
-        report.skip(f"gpu_ops: this torch has no backend {options.backend}")
-    world = options.ranks or 2
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            report.skip("gpu_ops: torch has no CUDA device; nothing was checked")
-        world = options.ranks or max(2, torch.cuda.device_count())
-        if world > torch.cuda.device_count() and not options.loop:
-            if loaded_nccl() < (2, 30, 0):
-                report.skip("gpu_ops: two ranks on one GPU need NCCL 2.30 or newer")
-            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(run, (world, f"{folder}/store", options), nprocs=world)
-        except ProcessRaisedException as error:
-            print(f"gpu_ops: wrong:\n{error}", file=sys.stderr)
-            return FAILED
-        except ProcessExitedException as error:
-            print(f"gpu_ops: {error}", file=sys.stderr)
-            return 128 - error.exit_code if error.exit_code < 0 else FAILED
-    return 0
+    if options.loop:
+        options.backend = options.backend or "gloo"
+    return gpu_ranks.start(run, options, "gpu_ops", shares_gpus=options.loop)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,7 @@ def full_queue() -> Found:
     stream = torch.cuda.Stream()
     x = torch.zeros(16, device="cuda")
     event = driver.get(ctypes.c_void_p, "cuEventCreate", 2000, 2)
+    x.add_(1)  # loads the kernel: the driver loads none while a stream waits, and then blocks all threads
     torch.cuda.synchronize()
     hold.stop(stream.cuda_stream)
     driver.call("cuEventRecord", 2000, ctypes.c_void_p(event), ctypes.c_void_p(stream.cuda_stream))

@@ -88,12 +88,12 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
     statuses = {name: result["status"] for name, result in found.items()}
-    skipped = {"sanitizer", "ranks", "legacy", "gloo", "lifetime"}
+    skipped = {"sanitizer", "ranks", "legacy", "gloo", "attention", "lifetime"}
     expected = {stage.name: "skipped" if stage.name in skipped else "passed" for stage in STAGES}
     assert statuses == expected, page
     assert status == 0
     assert found["sanitizer"]["reason"] == "compute-sanitizer is not installed"
-    for name in ("ranks", "gloo", "lifetime"):
+    for name in ("ranks", "gloo", "attention", "lifetime"):
         assert "no CUDA device" in found[name]["reason"]
     assert "no backend nccl-legacy" in found["legacy"]["reason"]
     assert page.startswith("## stand-in 0 x 1, ")
@@ -104,6 +104,17 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(found["kernels"]["data"]["figures"]["shapes"]) == 9
     assert set(found["host"]["data"]["figures"]["host_us_of_groups"]) == {"1", "4", "57"}
     assert re.search(r"an aborted call, in \d+ groups", found["loop"]["output"])
+
+
+def test_the_check_of_attention_on_a_cpu() -> None:
+    """With kernels of CPUs in the place of those of GPUs."""
+    script = str(BENCHMARKS / "gpu_attention.py")
+    command = [sys.executable, script, "--device", "cpu", "--tokens", "61"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("| float32, ", "| bfloat16, "))]
+    assert len(rows) == 4 and "refused" in rows[1], done.stdout  # flash has no softcap
 
 
 SCRIPTS = {

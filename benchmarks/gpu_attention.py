@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check spar.attention between GPUs: python benchmarks/gpu_attention.py [--data FILE].
+
+Every method with every kernel that can compute a case, outputs and gradients, against float64 on each rank.
+Needs spar and torch with CUDA. Starts ranks as gpu_ops.py does. `--device cpu` runs the kernels of CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import gpu_ranks
+import torch
+import torch.distributed as dist
+from report import Report
+from torch import Tensor
+
+import spar
+from spar import SequenceLayout, Spans
+
+METHODS = ("ulysses", "gather", "ring")
+HEADS, KEY_HEADS, WIDTH = 8, 2, 64
+TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # of norms
+KERNELS: dict[str, dict[torch.dtype, tuple[str | None, ...]]] = {
+    "cuda": {
+        torch.bfloat16: (None, "flash", "blockwise", "flex"),
+        torch.float16: (None, "flash"),
+        torch.float32: (None, "blockwise"),
+    },
+    "cpu": {torch.float32: (None, "flash", "blockwise"), torch.bfloat16: (None,)},
+}
+
+
+class Case(NamedTuple):
+    name: str
+    options: dict[str, Any]  # of spar.attention
+    mask: Tensor | None  # the same for all pairs
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+def cases(tokens: int, device: torch.device) -> Iterator[Case]:
+    place, window, first = torch.arange(tokens, device=device), tokens // 10, tokens * 3 // 10
+    causal = place[:, None] >= place
+    ids = (place >= first).int() + (place > first)  # three documents, of which the second has one token
+    near = causal & (place[:, None] - place <= window)
+    yield Case("full", {}, None)
+    yield Case("causal", {"causal": True}, causal)
+    yield Case("window", {"causal": True, "window": (window, 0)}, near)
+    documents = Spans.causal(tokens) & Spans.documents(ids[None])
+    yield Case("documents", {"mask": documents}, causal & (ids[:, None] == ids))
+    yield Case("softcap", {"causal": True, "softcap": 5.0}, causal, softcap=5.0)
+    yield Case("sinks", {"causal": True}, causal, has_sinks=True)
+
+
+def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """Compute a case in float64, with all scores in memory; tensors are [1, S, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * WIDTH**-0.5
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.mask is not None:
+        scores = scores.masked_fill(~case.mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(1, HEADS, q.size(2), 1)
+        scores = torch.cat([scores, column], -1)
+    weights: Tensor = scores.softmax(-1)[..., : k.size(2)]
+    return (weights @ v).transpose(1, 2)
+
+
+def error_of(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def check_case(
+    case: Case, method: str, kernel: str | None, whole: list[Tensor], grad: Tensor, sinks: Tensor | None
+) -> float:
+    """Return the largest error, relative to norms, of the output and of the gradients of q, k and v."""
+    layout = SequenceLayout.even(whole[0].size(1))
+    exact = [x.double().requires_grad_() for x in whole]
+    wanted = whole_attention(case, exact[0], exact[1], exact[2], sinks)
+    wanted.backward(grad.double())
+    parts = [layout.shard(x, 1).clone().requires_grad_() for x in whole]
+    out = spar.attention(
+        parts[0], parts[1], parts[2], layout, method=method, attend=kernel, sinks=sinks, **case.options
+    )
+    out.backward(layout.shard(grad, 1))
+    errors = [error_of(layout.all_gather(out.detach(), 1), wanted.detach())]
+    for part, x in zip(parts, exact, strict=True):
+        assert part.grad is not None and x.grad is not None
+        errors.append(error_of(layout.all_gather(part.grad, 1), x.grad))
+    return max(errors)
+
+
+def check_kernel(
+    report: Report, tokens: int, device: torch.device, dtype: torch.dtype, kernel: str | None
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    tensors = [torch.randn(1, tokens, h, WIDTH, generator=random).to(device, dtype) for h in heads]
+    all_sinks = torch.randn(HEADS, generator=random).to(device)
+    name = f"{str(dtype)[6:]}, {kernel or 'chosen'}"
+    cells = [name]
+    for case in cases(tokens, device):
+        sinks = all_sinks if case.has_sinks else None
+        worst, refused = 0.0, False
+        for method in METHODS:
+            try:
+                error = check_case(case, method, kernel, tensors[:3], tensors[3], sinks)
+            except ValueError:  # the same on all ranks: the kernel cannot compute this
+                refused = True
+                continue
+            what = f"{name}, {case.name} by {method}: an error of {error:.0e}"
+            report.expect(error < TOLERANCES[dtype], what)
+            worst = max(worst, error)
+        cells.append("refused" if refused else f"{worst:.0e}")
+    report.row(*cells)
+
+
+def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+    device = gpu_ranks.device_of(options.device, rank)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
+    report = Report(options.data if rank == 0 else None, rank == 0)
+    report.say(
+        f"{world} ranks, {TOKENS} tokens. The largest errors of outputs and gradients, of their norms:"
+    )
+    report.table("dtype, kernel", *(case.name for case in cases(device)))
+    for dtype, kernels in KERNELS[device.type].items():
+        for kernel in kernels:
+            check_kernel(report, tokens, device, dtype, kernel)
+    dist.barrier()
+    dist.destroy_process_group()
+    if report.status():
+        sys.exit(report.status())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    gpu_ranks.add_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=1000)
+    options = parser.parse_args()
+    return gpu_ranks.start(run, options, "gpu_attention")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
