@@ -118,6 +118,8 @@ CONSTANTS = {
     "SPAR_CU_COMPUTE_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
     "SPAR_CU_STREAM_NON_BLOCKING": "CU_STREAM_NON_BLOCKING",
     "SPAR_CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
+    "SPAR_CU_HOST_PORTABLE": "CU_MEMHOSTALLOC_PORTABLE",
+    "SPAR_CU_HOST_MAPPED": "CU_MEMHOSTALLOC_DEVICEMAP",
     "SPAR_CU_CAPTURE_NONE": "CU_STREAM_CAPTURE_STATUS_NONE",
     "SPAR_CU_CAPTURE_RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
 }
@@ -170,8 +172,8 @@ def test_standin_of_the_driver_needs_contexts_and_heeds_versions() -> None:
 def test_outdated_driver_is_a_reason(part: Path) -> None:
     folder = standins.built()
     assert ask(part, "driver", LD_LIBRARY_PATH=str(folder)) == (0, b"")
-    status, text = ask(part, "driver", LD_LIBRARY_PATH=str(folder), STANDIN_LACKS="cuStreamIsCapturing")
-    assert status and b"too old: it has no cuStreamIsCapturing of CUDA 10.0" in text, text
+    status, text = ask(part, "driver", LD_LIBRARY_PATH=str(folder), STANDIN_LACKS="cuStreamWriteValue32")
+    assert status and b"too old: it has no cuStreamWriteValue32 of CUDA 11.7" in text, text
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a driver")

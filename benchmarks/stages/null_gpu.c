@@ -62,9 +62,15 @@ static CUresult allocate(CUdeviceptr *memory, size_t bytes)
     return 0;
 }
 
-static CUresult capturing(CUstream stream, CUstreamCaptureStatus *status)
+static CUresult allocate_host(void **memory, size_t bytes, unsigned flags)
 {
-    *status = 0;
+    *memory = malloc(bytes);
+    return 0;
+}
+
+static CUresult write_value(CUstream stream, CUdeviceptr to, uint32_t value, unsigned flags)
+{
+    *(uint32_t *)(uintptr_t)to = value;
     return 0;
 }
 
@@ -79,7 +85,8 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
                 {"cuDevicePrimaryCtxRetain", (void *)retain},
                 {"cuDeviceGetAttribute", (void *)attribute},
                 {"cuMemAlloc", (void *)allocate},
-                {"cuStreamIsCapturing", (void *)capturing},
+                {"cuMemHostAlloc", (void *)allocate_host},
+                {"cuStreamWriteValue32", (void *)write_value},
                 SPAR_DRIVER_FUNCTIONS(ROW)};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         if (strcmp(rows[i].name, name) == 0) {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The stand-in for libcuda.so.1 (tests/standin), with what only the stages of benchmarks/bring_up.py call:
- * memory that is passed to other processes (a memfd here), page-locked memory, copies in both directions, and
- * the kernel of benchmarks/stages/peer.py, whose C form is below. */
+ * memory that is passed to other processes (a memfd here), copies in both directions, and the kernel of benchmarks/stages/peer.py, whose C form is below. */
 #define cuGetProcAddress_v2 standin_address
 #include "../standin/libcuda.c"
 #undef cuGetProcAddress_v2
@@ -48,15 +47,6 @@ static int MemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *handle)
                                .to = (void *)(uintptr_t)to,
                                .from = (const void *)(uintptr_t)from,
                                .bytes = bytes});
-}
-
-static int MemHostAlloc(void **memory, size_t bytes, unsigned flags)
-{
-    (void)flags;
-    if (captures && mode != 2) /* the loop library asks for the relaxed mode */
-        return UNSUPPORTED;
-    *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    return *memory ? 0 : NO_MEMORY;
 }
 
 /* ---- memory of several processes: a handle is a descriptor and 1 ---- */
@@ -198,10 +188,10 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
         const char *name;
         void *function;
     } rows[] = {MORE(DriverGetVersion) MORE(DeviceGetCount) MORE(DeviceGetName) MORE(MemcpyHtoD)
-                    MORE(MemcpyDtoH) MORE(MemcpyAsync) MORE(MemHostAlloc) MORE(MemGetAllocationGranularity)
-                        MORE(MemCreate) MORE(MemRelease) MORE(MemExportToShareableHandle)
-                            MORE(MemImportFromShareableHandle) MORE(MemAddressReserve) MORE(MemMap)
-                                MORE(MemSetAccess) MORE(MemUnmap){"cuMemAddressFree", (void *)unmap},
+                    MORE(MemcpyDtoH) MORE(MemcpyAsync) MORE(MemGetAllocationGranularity) MORE(MemCreate)
+                        MORE(MemRelease) MORE(MemExportToShareableHandle) MORE(MemImportFromShareableHandle)
+                            MORE(MemAddressReserve) MORE(MemMap) MORE(MemSetAccess)
+                                MORE(MemUnmap){"cuMemAddressFree", (void *)unmap},
                 {"cuModuleGetFunction", (void *)FindFunction},
                 {"cuLaunchKernel", (void *)Launch}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)

@@ -53,7 +53,8 @@ def built_driver() -> Path:
         before = standins.built()
         for name in standins.NAMES[1:]:
             (folder / name).symlink_to(before / name)
-        sources = [ROOT / "tests/benchmarks/libcuda.c", standins.FOLDER / "streams.c", before / "kernels.o"]
+        sources = [ROOT / "tests/benchmarks/libcuda.c", before / "kernels.o"]
+        sources += [standins.FOLDER / name for name in ("streams.c", "graphs.c")]
         command = [
             "gcc",
             "-std=c11",

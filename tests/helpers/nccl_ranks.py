@@ -90,8 +90,9 @@ class Allocator:
         if dtype is not torch.uint8:  # an output
             return torch.empty_strided(shape, strides, dtype=dtype)
         (count,) = shape
-        stream, capturing = nccl.stream_of(0), ctypes.c_int()
-        driver("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.pointer(capturing))
+        stream, capturing, number = nccl.stream_of(0), ctypes.c_int(), ctypes.c_uint64()
+        pointers = ctypes.pointer(capturing), ctypes.pointer(number)
+        driver("cuStreamGetCaptureInfo", ctypes.c_void_p(stream), *pointers)
         free = self.free.setdefault(stream, []) if not capturing.value else self.kept
         fitting = [] if capturing.value else [x for x in free if x.numel() >= count]
         memory = fitting[0] if fitting else torch.empty(count, dtype=torch.uint8)
@@ -260,7 +261,10 @@ def check_streams(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int) -> None:
-    """A captured call moves nothing; each replay reads its current inputs; other calls are not affected."""
+    """A captured call moves nothing; each replay reads its current inputs; other calls are not affected.
+
+    The first call of the graph packs, and its inverse unpacks.
+    """
     comm = set_up(group, SPAR_STAGING_MAX=staging)
     graph = ctypes.c_void_p()
     x = torch.empty(40, 12)
@@ -271,6 +275,7 @@ def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int)
     with stream:
         driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
         got = enqueue(comm, "all_to_all", (1, 0, 40 * world), x, 0.5)
+        back = enqueue(comm, "all_to_all", (0, 1, 12), got)
         driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
     for turn in range(3):
         x.copy_(torch.arange(480.0).view(40, 12) + 1000 * rank + turn)
@@ -278,6 +283,7 @@ def check_capture(rank: int, world: int, group: dist.ProcessGroup, staging: int)
         stream.synchronize()
         wanted = [(torch.arange(480.0).view(40, 12) + 1000 * p + turn) * 0.5 for p in range(world)]
         assert torch.equal(got, torch.cat([w.tensor_split(world, 1)[rank] for w in wanted])), turn
+        assert torch.equal(back, x * 0.5), turn
     driver("cuGraphDestroy", graph)
     wait(comm)
     comm.close()

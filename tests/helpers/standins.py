@@ -44,7 +44,15 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
     )
     shared = [compiler, "-std=c11", *FLAGS, *options, "-shared"]
     cuda, nvrtc, nccl = ([*shared, f"-Wl,-soname,{name}", "-o", folder / name] for name in NAMES)
-    _run(*cuda, "-fvisibility=hidden", FOLDER / "libcuda.c", FOLDER / "streams.c", kernels, "-lm")
+    _run(
+        *cuda,
+        "-fvisibility=hidden",
+        FOLDER / "libcuda.c",
+        FOLDER / "streams.c",
+        FOLDER / "graphs.c",
+        kernels,
+        "-lm",
+    )
     _run(*nvrtc, FOLDER / "libnvrtc.c")
     _run(*nccl, "-fvisibility=hidden", FOLDER / "libnccl.c", FOLDER / "nccl_work.c")
 

@@ -5,13 +5,14 @@
  * - STANDIN_DEVICES: the number of devices (1).
  * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
  * - STANDIN_DELAY_US: each item of a stream's work starts after a random delay of up to this (50).
- * - STANDIN_QUEUE: a launch blocks while its stream has so many items in its queue (2^20).
+ * - STANDIN_QUEUE: a launch blocks while its stream has so many items in its queue (2^20). Meanwhile other
+ *   threads' calls on streams and events block, too.
  * - STANDIN_UNLOAD_MS: its destructors take this long. A call after their begin prints a backtrace and ends
  *   the process.
  *
  * Captures use the global mode: an unsafe call of a thread that has not switched to the relaxed mode fails,
  * and invalidates the capture. So does a wait for a captured stream or event, or for the device, in every
- * mode.
+ * mode (graphs.c).
  *
  * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds
  * a function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
@@ -23,7 +24,6 @@
  *   the CPU's, and memory protection keys, which would tell threads apart, are not on every machine.
  * - All kernels run at once, whatever their CTAs and SMs: kernels that wait for each other never lack room.
  * - The legacy stream does not synchronize with other streams, and priorities have no effect.
- * - A query of an event or a stream never blocks, also beside a launch that does.
  * - A context has no memory, stream or event of its own: an object of one device works on another. */
 #include "devices/cuda/driver.h"
 #include "streams.h"
@@ -161,6 +161,25 @@ static int MemFree(uint64_t memory)
     return 0;
 }
 
+static int MemHostAlloc(void **memory, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    MAY_FAIL("cuMemHostAlloc");
+    MAY_CONFLICT(unsafe());
+    *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    count(*memory != NULL);
+    return *memory ? 0 : NO_MEMORY;
+}
+
+static int MemFreeHost(void *memory)
+{
+    MAY_FAIL("cuMemFreeHost");
+    MAY_CONFLICT(unsafe());
+    free(memory);
+    count(-1);
+    return 0;
+}
+
 static int StreamCreate(stream **made, unsigned flags)
 {
     (void)flags;
@@ -199,38 +218,28 @@ static int StreamQuery(void *handle)
     MAY_FAIL("cuStreamQuery");
     MAY_CONFLICT(conflict(stream_of(handle)->capture != NULL));
     pthread_mutex_lock(&lock);
+    enter_driver(NULL);
     int code = quiet(stream_of(handle)) ? 0 : NOT_READY;
     pthread_mutex_unlock(&lock);
     return code;
 }
 
-static int StreamWaitEvent(void *handle, event *e, unsigned flags)
+static int StreamGetCaptureInfo(void *handle, int *status, uint64_t *id)
 {
-    int code = 0;
-    (void)flags;
-    MAY_FAIL("cuStreamWaitEvent");
-    pthread_mutex_lock(&lock);
-    stream *s = stream_of(handle);
-    if (e->captured && !s->capture)
-        s->capture = e->captured; /* the stream joins the capture */
-    else if (s->capture && e->captured != s->capture)
-        code = s->capture->spoiled = ISOLATION;
-    if (!code && !s->capture && e->done < e->issued) {
-        e->refs++;
-        append(handle, (work){.run = run_wait, .event = e, .bytes = e->issued});
-    }
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-static int StreamIsCapturing(void *handle, int *status)
-{
-    MAY_FAIL("cuStreamIsCapturing");
+    MAY_FAIL("cuStreamGetCaptureInfo");
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
     *status = s->capture ? 1 + !!s->capture->spoiled : 0;
+    *id = s->capture ? s->capture->id : 0;
     pthread_mutex_unlock(&lock);
     return 0;
+}
+
+static int StreamWriteValue32(void *handle, uint64_t address, uint32_t value, unsigned flags)
+{
+    MAY_FAIL("cuStreamWriteValue32");
+    return flags ? INVALID
+                 : give(handle, (work){.run = run_write, .to = (void *)(uintptr_t)address, .bytes = value});
 }
 
 static int ThreadExchangeStreamCaptureMode(int *wanted)
@@ -241,52 +250,37 @@ static int ThreadExchangeStreamCaptureMode(int *wanted)
     return 0;
 }
 
-static int StreamBeginCapture(void *handle, int ignored)
+/* The graph that the event's newest record belongs to, if it is still being captured. */
+static graph *capture_of(const event *e)
 {
-    (void)ignored;
+    for (stream *s = streams; s; s = s->next)
+        if (s->capture && s->capture->id == e->capture)
+            return s->capture;
+    return NULL;
+}
+
+static int StreamWaitEvent(void *handle, event *e, unsigned flags)
+{
+    int code = 0;
+    (void)flags;
+    MAY_FAIL("cuStreamWaitEvent");
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
-    s->capture = calloc(1, sizeof *s->capture);
-    s->capture->last = &s->capture->first;
-    captures++;
-    count(1);
-    pthread_mutex_unlock(&lock);
-    return 0;
-}
-
-static int StreamEndCapture(void *handle, graph **made)
-{
-    pthread_mutex_lock(&lock);
-    graph *g = stream_of(handle)->capture;
-    int code = !g ? UNMATCHED : g->spoiled ? INVALIDATED : 0;
-    for (stream *s = streams; g && s; s = s->next)
-        if (s->capture == g)
-            s->capture = NULL;
-    captures -= g != NULL;
-    *made = g;
+    graph *g = capture_of(e);
+    enter_driver(s);
+    if (e->capture && !g)
+        code = CAPTURED_EVENT;
+    else if (s->capture && g != s->capture)
+        code = s->capture->spoiled = g ? MERGE : ISOLATION;
+    else if (g) { /* the stream joins the capture */
+        s->capture = g;
+        append(handle, (work){.run = run_nothing, .needs = {NULL, e->node}});
+    } else if (e->done < e->issued) {
+        e->refs++;
+        append(handle, (work){.run = run_wait, .event = e, .bytes = e->issued});
+    }
     pthread_mutex_unlock(&lock);
     return code;
-}
-
-/* Runs all nodes on one stream, in the order of their capture. */
-static int GraphLaunch(graph *g, void *handle)
-{
-    pthread_mutex_lock(&lock);
-    for (work *w = g->first; w; w = w->next)
-        append(handle, *w);
-    pthread_mutex_unlock(&lock);
-    return 0;
-}
-
-static int GraphDestroy(graph *g)
-{
-    for (work *w = g->first, *next; w; w = next) {
-        next = w->next;
-        free(w);
-    }
-    free(g);
-    count(-1);
-    return 0;
 }
 
 static int EventCreate(event **made, unsigned flags)
@@ -313,7 +307,9 @@ static int EventRecord(event *e, void *handle)
     MAY_FAIL("cuEventRecord");
     pthread_mutex_lock(&lock);
     stream *s = stream_of(handle);
-    e->captured = s->capture;
+    enter_driver(s);
+    e->capture = s->capture ? s->capture->id : 0;
+    e->node = s->tail;
     if (!s->capture) {
         e->refs++;
         append(handle, (work){.run = run_record, .event = e, .bytes = ++e->issued});
@@ -326,7 +322,8 @@ static int EventQuery(event *e)
 {
     MAY_FAIL("cuEventQuery");
     pthread_mutex_lock(&lock);
-    int code = conflict(e->captured != NULL);
+    enter_driver(NULL);
+    int code = conflict(e->capture != 0);
     if (!code && e->done < e->issued)
         code = NOT_READY;
     pthread_mutex_unlock(&lock);
@@ -347,16 +344,6 @@ EXPORT int standin_spoil(void *handle, void *memory, size_t bytes);
 EXPORT int standin_spoil(void *handle, void *memory, size_t bytes)
 {
     return give(handle, (work){.run = run_spoil, .to = memory, .bytes = bytes});
-}
-
-/* The same for whether it captures. */
-EXPORT int standin_is_capturing(void *handle);
-EXPORT int standin_is_capturing(void *handle)
-{
-    pthread_mutex_lock(&lock);
-    int captures_now = stream_of(handle)->capture != NULL;
-    pthread_mutex_unlock(&lock);
-    return captures_now;
 }
 
 enum { LEGACY_STREAM = 1, SYMBOL_NOT_FOUND = 1, VERSION_NOT_SUFFICIENT = 2, NOT_FOUND = 500 };

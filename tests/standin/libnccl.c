@@ -7,8 +7,11 @@
  * - the groups of a communicator run one after another, whatever their streams;
  * - a group without a peer runs until the communicator is aborted or revoked;
  * - ncclCommInitRank blocks until all ranks have called it;
- * - an abort frees the communicator, also while a thread is inside a call on it. Here any later use prints a
- *   backtrace and ends the process;
+ * - an abort frees the communicator, also while a thread is inside a call on it. Before it ends the kernels
+ *   and waits for them, and for the end of all graphs that have captured calls; after a revocation it waits
+ *   for nothing. Here any later use prints a backtrace and ends the process;
+ * - a revocation ends the kernels that were launched before it, and no later one, such as that of a group
+ *   whose sends were called before;
  * - a message whose address is not a multiple of 16 is copied byte by byte. standin_nccl_unaligned() counts
  *   those.
  *
@@ -359,7 +362,11 @@ EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
     void (*in_use)(void);
     void *address = cuda("standin_in_use");
     use(comm, "ncclCommAbort");
-    stop(comm);
+    if (!__atomic_load_n(&comm->revoked, __ATOMIC_ACQUIRE))
+        for (stop(comm); __atomic_load_n(&comm->captured, __ATOMIC_ACQUIRE);)
+            pause_shortly();
+    else if (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
+        crash("ncclCommAbort", "frees a revoked communicator whose kernels run");
     delay("STANDIN_NCCL_ABORT_MS");
     memcpy(&in_use, &address, sizeof address);
     in_use();

@@ -117,8 +117,10 @@ static void run_group(void *context)
         for (int i = 0; i < g->count; i++)
             g->operations[i].head = g->operations[i].at = 0;
     }
-    while (__atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn)
+    while (__atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn) {
+        use(c, "a kernel");
         pause_shortly();
+    }
     if (g->mode == 'r') {
         snprintf(last_error, sizeof last_error, "the stand-in's remote error");
         error = REMOTE_ERROR;
@@ -126,6 +128,7 @@ static void run_group(void *context)
     for (int left = g->count; left > 0 && !__atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE);) {
         char busy[2][MOST_RANKS] = {{0}};
         int moved = 0;
+        use(c, "a kernel");
         left = 0;
         for (int i = 0; i < g->count && !error && g->mode != 's'; i++) {
             operation *o = &g->operations[i];
@@ -154,20 +157,24 @@ void *cuda(const char *name)
     return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
 }
 
-static int is_captured(struct CUstream_st *stream)
+/* A graph that has the group is gone. */
+static void forget(void *context)
 {
-    static int (*is_capturing)(struct CUstream_st *);
-    void *address = cuda("standin_is_capturing");
-    memcpy(&is_capturing, &address, sizeof address);
-    return is_capturing(stream);
+    group *g = context;
+    use(g->comm, "a graph's end");
+    __atomic_sub_fetch(&g->comm->captured, 1, __ATOMIC_RELEASE);
+    free(g);
 }
 
 spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
 {
-    static unsigned (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
-    if (!launch_host) {
+    static int (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
+    static int (*hold)(struct CUstream_st *, void (*)(void *), void *);
+    if (!hold) {
         void *address = cuda("cuLaunchHostFunc");
         memcpy(&launch_host, &address, sizeof address);
+        address = cuda("standin_hold");
+        memcpy(&hold, &address, sizeof address);
     }
     const char *later = getenv("STANDIN_NCCL_LATER");
     use(c, "ncclGroupEnd");
@@ -181,10 +188,12 @@ spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
             g->operations[g->count++] = all[i];
             stream = all[i].stream;
         }
-    g->captured = is_captured(stream);
-    if (!g->captured)
+    g->captured = hold(stream, forget, g);
+    if (g->captured)
+        __atomic_add_fetch(&c->captured, 1, __ATOMIC_RELAXED);
+    else
         g->turn = take_turn(c);
-    unsigned code = launch_host(stream, run_group, g); /* blocks while the stream's queue is full */
+    int code = launch_host(stream, run_group, g); /* blocks while the stream's queue is full */
     use(c, "ncclGroupEnd");
     if (code)
         snprintf(last_error, sizeof last_error, "cuLaunchHostFunc failed");

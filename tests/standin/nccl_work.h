@@ -29,6 +29,7 @@ struct ncclComm {
     uint32_t aborted, revoked; /* atomic flags */
     uint32_t running;          /* atomic: the number of groups launched and not ended */
     uint32_t pending;          /* atomic: calls that returned ncclInProgress, and are not over */
+    uint32_t captured;         /* atomic: the number of groups in graphs that exist */
     uint32_t error;            /* atomic: an asynchronous error */
     uint64_t given, over;      /* groups launched and ended; they run in the order of their launch */
 };

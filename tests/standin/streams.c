@@ -15,7 +15,7 @@ stream *streams;
 int captures;
 _Thread_local int mode;
 static stream *legacy;
-static int live, unloaded;
+static int live, unloaded, blocked; /* blocked: threads that wait for room in a queue */
 
 EXPORT int standin_live(void);
 EXPORT int standin_live(void)
@@ -151,6 +151,16 @@ void run_wait(work *w)
     pthread_mutex_unlock(&lock);
 }
 
+void run_write(work *w)
+{
+    __atomic_store_n((uint32_t *)w->to, (uint32_t)w->bytes, __ATOMIC_RELEASE);
+}
+
+void run_nothing(work *w)
+{
+    (void)w;
+}
+
 static void *serve(void *argument)
 {
     stream *s = argument;
@@ -209,25 +219,50 @@ stream *stream_of(void *handle)
     return handle ? handle : legacy;
 }
 
-void append(void *handle, work w)
+static void add_node(stream *s, work *w)
+{
+    graph *g = s->capture;
+    g->nodes = realloc(g->nodes, (size_t)(g->count + 1) * sizeof *g->nodes);
+    g->nodes[g->count++] = w;
+    w->needs[0] = s->tail;
+    s->tail = w;
+}
+
+work *append(void *handle, work w)
 {
     stream *s = stream_of(handle);
-    work *kept = malloc(sizeof *kept), ***last = s->capture ? &s->capture->last : &s->last;
+    work *kept = malloc(sizeof *kept);
     *kept = w;
     kept->next = NULL;
-    s->length += !s->capture;
-    **last = kept;
-    *last = &kept->next;
+    if (s->capture) {
+        add_node(s, kept);
+        return kept;
+    }
+    s->length++;
+    *s->last = kept;
+    s->last = &kept->next;
     pthread_cond_broadcast(&moved);
+    return kept;
+}
+
+void enter_driver(const stream *s)
+{
+    const char *text = getenv("STANDIN_QUEUE");
+    int room = text ? atoi(text) : 1 << 20;
+    while (blocked)
+        pthread_cond_wait(&moved, &lock);
+    while (s && !s->capture && s->length >= room) {
+        blocked++;
+        pthread_cond_wait(&moved, &lock);
+        if (--blocked == 0)
+            pthread_cond_broadcast(&moved);
+    }
 }
 
 int give(void *handle, work w)
 {
-    const char *text = getenv("STANDIN_QUEUE");
-    int room = text ? atoi(text) : 1 << 20;
     pthread_mutex_lock(&lock);
-    for (stream *s = stream_of(handle); s->length >= room && !s->capture;)
-        pthread_cond_wait(&moved, &lock);
+    enter_driver(stream_of(handle));
     append(handle, w);
     pthread_mutex_unlock(&lock);
     return 0;

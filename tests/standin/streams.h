@@ -8,7 +8,16 @@
 #include <pthread.h>
 #include <stdint.h>
 
-enum { INVALID_CONTEXT = 201, UNSUPPORTED = 900, INVALIDATED = 901, UNMATCHED = 904, ISOLATION = 905 };
+enum {
+    INVALID_CONTEXT = 201,
+    UNSUPPORTED = 900,
+    INVALIDATED = 901,
+    MERGE = 902,
+    UNMATCHED = 903,
+    UNJOINED = 904,
+    ISOLATION = 905,
+    CAPTURED_EVENT = 907,
+};
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct work {
@@ -21,16 +30,24 @@ typedef struct work {
     int kernel, odd; /* odd: run CTAs 1, 3, ... of it */
     struct event *event;
     spar_kernel_copy copy;
+    /* in a graph: */
+    struct work *needs[2]; /* the nodes that end before it begins, or NULL */
+    uint64_t mark;         /* the newest pass over the graph that has met it */
 } work;
 
+/* Nodes, each after those that it needs. What is held is released when the graph has been destroyed and its
+ * last replay has ended. */
 typedef struct graph {
-    work *first, **last;
-    int spoiled;
+    work **nodes, *held;
+    int count, refs, spoiled;
+    uint64_t id, marks;
+    struct stream *origin;
 } graph;
 
 typedef struct event {
     uint64_t issued, done;
-    graph *captured; /* the graph that the newest record belongs to */
+    uint64_t capture; /* the id of the graph that the newest record belongs to, or 0 */
+    work *node;       /* of that graph: the newest before the record */
     int refs;
 } event;
 
@@ -39,6 +56,7 @@ typedef struct stream {
     work *first, **last;
     int busy, ends, length; /* length: of its queue */
     graph *capture;
+    work *tail; /* its newest node of the capture */
     struct stream *next;
 } stream;
 
@@ -83,11 +101,20 @@ int conflict(int captured);
 stream *new_stream(void);
 stream *stream_of(void *handle); /* NULL: the legacy stream, not synchronized with others here */
 int quiet(const stream *s);
-void append(void *handle, work w); /* to the stream, or the graph that captures it */
+work *append(void *handle, work w); /* to the stream, or the graph that captures it */
 void drop_event(event *e);
+/* Blocks while the queue of this stream (NULL: of none) is full (STANDIN_QUEUE), and while another thread is
+ * blocked so: the driver serves one thread at a time. */
+void enter_driver(const stream *s);
 
-/* append, for callers that do not hold the lock. Blocks while the stream's queue is full (STANDIN_QUEUE). */
+/* enter_driver and append, for callers that do not hold the lock. */
 int give(void *handle, work w);
+
+/* The driver's functions that capture, of graphs.c. */
+int StreamBeginCapture(void *handle, int ignored);
+int StreamEndCapture(void *handle, graph **made);
+int GraphLaunch(graph *g, void *handle);
+int GraphDestroy(graph *g);
 
 /* Kinds of work. */
 void run_kernel(work *w);
@@ -96,5 +123,7 @@ void run_spoil(work *w);
 void run_host(work *w);
 void run_record(work *w);
 void run_wait(work *w);
+void run_write(work *w);
+void run_nothing(work *w);
 
 #endif

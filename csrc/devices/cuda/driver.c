@@ -61,10 +61,11 @@ spar_status spar_driver_check(CUresult result, const char *what)
                      what, text, name);
 }
 
-spar_status spar_driver_capturing(void *stream, int *capturing)
+spar_status spar_driver_capture(void *stream, uint64_t *capture)
 {
     CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;
-    SPAR_TRY_CU(StreamIsCapturing, stream, &status);
-    *capturing = (int)status != SPAR_CU_CAPTURE_NONE;
+    uint64_t id = 0;
+    SPAR_TRY_CU(StreamGetCaptureInfo, stream, &status, &id);
+    *capture = (int)status == SPAR_CU_CAPTURE_NONE ? 0 : id + 1;
     return SPAR_OK;
 }

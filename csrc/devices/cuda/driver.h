@@ -9,6 +9,7 @@
 #include "base/error.h"
 
 #include <stddef.h>
+#include <stdint.h>
 
 #ifndef CUDA_VERSION /* the tests include cuda.h before */
 typedef int CUresult, CUdevice, CUdevice_attribute;
@@ -30,6 +31,8 @@ enum {
     SPAR_CU_COMPUTE_MINOR = 76,
     SPAR_CU_STREAM_NON_BLOCKING = 1,
     SPAR_CU_EVENT_DISABLE_TIMING = 2,
+    SPAR_CU_HOST_PORTABLE = 1,
+    SPAR_CU_HOST_MAPPED = 2,
     SPAR_CU_CAPTURE_NONE = 0,    /* what a stream does */
     SPAR_CU_CAPTURE_RELAXED = 2, /* a thread's mode: what captures of others do not see is allowed */
 };
@@ -52,12 +55,15 @@ enum {
        CUstream stream, void **parameters, void **extra))                                                    \
     X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                                  \
     X(MemFree, 3020, (CUdeviceptr memory))                                                                   \
+    X(MemHostAlloc, 2020, (void **memory, size_t bytes, unsigned int flags))                                 \
+    X(MemFreeHost, 2000, (void *memory))                                                                     \
     X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                           \
     X(StreamDestroy, 4000, (CUstream stream))                                                                \
     X(StreamSynchronize, 2000, (CUstream stream))                                                            \
     X(StreamQuery, 2000, (CUstream stream))                                                                  \
     X(StreamWaitEvent, 3020, (CUstream stream, CUevent event, unsigned int flags))                           \
-    X(StreamIsCapturing, 10000, (CUstream stream, CUstreamCaptureStatus * status))                           \
+    X(StreamWriteValue32, 11070, (CUstream stream, CUdeviceptr to, uint32_t value, unsigned int flags))      \
+    X(StreamGetCaptureInfo, 10010, (CUstream stream, CUstreamCaptureStatus * status, uint64_t *id))          \
     X(ThreadExchangeStreamCaptureMode, 10010, (CUstreamCaptureMode * mode))                                  \
     X(EventCreate, 2000, (CUevent * event, unsigned int flags))                                              \
     X(EventDestroy, 4000, (CUevent event))                                                                   \
@@ -81,8 +87,8 @@ spar_status spar_driver_open(void);
  * SPAR_TRANSPORT. Needs an open driver. */
 spar_status spar_driver_check(CUresult result, const char *what);
 
-/* Whether the stream is being captured into a graph. */
-spar_status spar_driver_capturing(void *stream, int *capturing);
+/* The capture of the stream into a graph: a number of its own, or 0 if there is none. */
+spar_status spar_driver_capture(void *stream, uint64_t *capture);
 
 #define SPAR_TRY_CU(name, ...) SPAR_TRY(spar_driver_check(spar_cu.name(__VA_ARGS__), "cu" #name))
 

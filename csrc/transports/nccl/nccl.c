@@ -34,7 +34,7 @@ static int serves(const spar_peer_info *info, int world, int first_rank, const c
 
 /* ---- a call ---- */
 
-static spar_status check_call(const spar_nccl_state *s, const spar_call *call)
+static spar_status check_call(spar_nccl_state *s, const spar_call *call)
 {
     if (call->failed != SPAR_OK)
         return spar_fail(call->failed, "%s", call->why);
@@ -42,7 +42,7 @@ static spar_status check_call(const spar_nccl_state *s, const spar_call *call)
         return spar_fail(SPAR_INTERNAL, "a plan without its pull side");
     if (!s->own && !call->native)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is gone: was the group destroyed?");
-    return SPAR_OK;
+    return spar_pipeline_check(&s->pipeline, call);
 }
 
 /* Publishes call n, or that this rank cannot make it, to the ranks of this host. */
@@ -76,14 +76,12 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
 {
     struct ncclComm *comm = s->own ? s->own : call->native;
     uint64_t n = ++s->calls;
-    int captured = s->pipeline.captured;
     SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
     spar_status status = check_call(s, call);
-    if (status == SPAR_OK && s->pipeline.prepared != call) /* its stream could not be queried */
-        status = spar_driver_capturing(call->stream, &captured);
     if (status != SPAR_OK)
         return fail_alone(s, n, call, status);
-    SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline));
+    int captured = s->pipeline.capture != 0;
+    SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline, captured));
     status = publish(s, n, call);
     if (status == SPAR_OK && !s->own) /* the watchdog does not check torch's communicator */
         status = spar_nccl_check_async(comm, "an earlier call of NCCL");
@@ -96,7 +94,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     }
     if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
         spar_watchdog_break(s->watchdog, status);
-    spar_status ended = spar_watchdog_end(s->watchdog, call->stream, captured);
+    spar_status ended = spar_watchdog_end(s->watchdog, call->stream);
     if (status != SPAR_OK || ended != SPAR_OK)
         return status != SPAR_OK ? status : ended;
     if (!captured) {

@@ -173,14 +173,28 @@ static spar_status begin(spar_pipeline *pipeline, const spar_call *call)
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
 {
     pipeline->prepared = NULL;
-    if (spar_driver_capturing(call->stream, &pipeline->captured) != SPAR_OK)
+    if (spar_driver_capture(call->stream, &pipeline->capture) != SPAR_OK)
         return SPAR_OK;
     SPAR_TRY(begin(pipeline, call));
     *bytes = (1 + (pipeline->steps > 1)) * (pipeline->push.size + pipeline->pull.size);
-    if (*bytes <= SPAR_PIPELINE_KEPT && pipeline->steps <= 1 && !pipeline->captured)
+    if (*bytes <= SPAR_PIPELINE_KEPT && pipeline->steps <= 1 && !pipeline->capture)
         *bytes = 0;
     count_staging(*bytes);
     pipeline->prepared = call;
+    return SPAR_OK;
+}
+
+spar_status spar_pipeline_check(spar_pipeline *pipeline, const spar_call *call)
+{
+    uint64_t other = 0;
+    if (pipeline->prepared != call)
+        SPAR_TRY(spar_driver_capture(call->stream, &pipeline->capture));
+    if (pipeline->capture)
+        SPAR_TRY(spar_driver_capture(pipeline->side_streams[1].stream, &other));
+    if (other && other != pipeline->capture)
+        return spar_fail(SPAR_TRANSPORT,
+                         "another capture has calls of this group; end it before this one, or use a group "
+                         "of its own");
     return SPAR_OK;
 }
 
@@ -302,7 +316,7 @@ static spar_status gather(spar_pipeline *pipeline, const spar_call *call, struct
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               spar_watchdog *watchdog)
 {
-    const spar_side_stream *side_stream = &pipeline->side_streams[pipeline->captured];
+    const spar_side_stream *side_stream = &pipeline->side_streams[pipeline->capture != 0];
     int64_t steps = pipeline->steps;
     if (pipeline->prepared != call)
         return spar_fail(SPAR_INTERNAL, "a call that was not prepared");

@@ -32,8 +32,8 @@ typedef struct {
     spar_side_stream
         side_streams[2]; /* [1] while the caller's stream is captured: then the side stream is, too */
     spar_schedule push, pull;
-    const spar_call *prepared; /* the call that has begun, whether it is captured, and its steps */
-    int captured;
+    const spar_call *prepared; /* the call that has begun, the capture that it is in or 0, and its steps */
+    uint64_t capture;
     int64_t steps; /* 0: NCCL gathers */
 } spar_pipeline;
 
@@ -48,6 +48,10 @@ spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int
 /* Begins a call, and computes the bytes of staging memory that it needs of the caller. Nothing is prepared if
  * the call's stream cannot be queried: the caller asks it again, for the error. */
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
+
+/* Fails if the call's stream cannot be queried, or is captured while another capture has calls that use the
+ * side stream. */
+spar_status spar_pipeline_check(spar_pipeline *pipeline, const spar_call *call);
 
 /* One exchange, the call that was prepared last, into its stream, which has waited for the calls before
  * unless it is captured. The call has its staging memory. Each step checks the watchdog first. */

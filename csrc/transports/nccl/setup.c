@@ -193,19 +193,20 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
     return SPAR_OK;
 }
 
-/* After a failure, makes the thread that is inside NCCL return, since an abort would free what it uses.
- * Requires the lock. Without ncclCommRevoke (NCCL 2.28.7) a thread that waits for a peer is left to the
- * abort. */
+/* After a failure, waits for the thread that is inside NCCL, since an abort would free what it uses. Requires
+ * the lock. A thread that waits for a peer is left to a revocation (NCCL 2.28.7), else to the abort. No abort
+ * follows a revocation, since it would not wait for what the thread launches: the communicator stays. */
 static void end_first_exchange(spar_nccl_state *s)
 {
-    if (s->own && spar_nccl.CommRevoke) {
-        struct ncclComm *comm = s->own; /* only this thread aborts it, unless the other finds `abandoned` */
+    for (int i = 0; s->own && !s->finished && i < GRACE; i++)
+        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
+    if (s->own && !s->finished && spar_nccl.CommRevoke) {
+        struct ncclComm *comm = s->own;
+        s->own = NULL;
         pthread_mutex_unlock(&s->lock);
         spar_nccl.CommRevoke(comm, 0);
         pthread_mutex_lock(&s->lock);
     }
-    for (int i = 0; s->own && !s->finished && i < GRACE; i++)
-        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
 }
 
 static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *deadline)

@@ -15,14 +15,12 @@
 enum {
     SLOTS = 64,
     POLL_NS = 100000000,
-    GRACE =
-        10, /* polls: by then a call has left NCCL, unless only an abort can end its wait for a full queue */
+    GRACE = 10,           /* polls: by then a call has left NCCL, unless it waits for room in a queue */
     EXIT_NS = 2000000000, /* the time that work under way has at exit */
 };
 
 /* A call in progress. */
 typedef struct {
-    CUevent event; /* recorded after it */
     int64_t deadline_ns;
     uint64_t call;
 } slot;
@@ -33,6 +31,9 @@ struct spar_watchdog {
     uint64_t call;
     int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
     int grace;         /* polls that have waited for that call to return */
+    int capturing;     /* that call is captured */
+    CUevent last;      /* recorded after the newest watched call */
+    uint32_t *ended;   /* page-locked: the stream writes the number of each watched call after it */
     slot slots[SLOTS];
     int first, count;   /* the slots in use */
     spar_status status; /* atomic; other than SPAR_OK: broken, with the reason */
@@ -66,28 +67,18 @@ static void fail_watchdog(spar_watchdog *w, spar_status status)
     pthread_cond_broadcast(&all.changed);
 }
 
-static slot *newest(spar_watchdog *w)
-{
-    return w->count ? &w->slots[(w->first + w->count - 1) % SLOTS] : NULL;
-}
-
-/* Removes the calls that have ended; SPAR_TRANSPORT if the device reports an error. */
-static spar_status retire_calls(spar_watchdog *w)
+/* Removes the calls that have ended. Asks no function of the driver, which may not answer while a queue is
+ * full. */
+static void retire_calls(spar_watchdog *w)
 {
     uint64_t over = 0;
-    spar_status status = SPAR_OK;
-    for (; w->count; w->count--, w->first = (w->first + 1) % SLOTS) {
-        CUresult result = spar_cu.EventQuery(w->slots[w->first].event);
-        if (result == SPAR_CU_NOT_READY)
-            break;
-        status = spar_driver_check(result, "a call on the GPU");
-        if (status != SPAR_OK)
-            break;
+    uint32_t ended = __atomic_load_n(w->ended, __ATOMIC_ACQUIRE);
+    for (; w->count && (int32_t)(ended - (uint32_t)w->slots[w->first].call) >= 0; w->count--) {
         over = w->slots[w->first].call;
+        w->first = (w->first + 1) % SLOTS;
     }
     if (over && w->what.ring)
         spar_ring_complete(w->what.ring, over);
-    return status;
 }
 
 static spar_status check_nccl(spar_watchdog *w)
@@ -114,14 +105,13 @@ static spar_status check_limits(const spar_watchdog *w)
                            (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
 
-/* Polls once. Requires the lock, and the device entered. */
+/* Polls once. Requires the lock. */
 static void poll_once(spar_watchdog *w)
 {
+    retire_calls(w);
     if (w->status != SPAR_OK)
         return;
-    spar_status status = retire_calls(w);
-    if (status == SPAR_OK)
-        status = check_nccl(w);
+    spar_status status = check_nccl(w);
     int under_way = w->count || w->inside_ns;
     if (status == SPAR_OK && under_way && w->what.ring)
         status = spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
@@ -153,8 +143,7 @@ static void end_worker(int *done)
     pthread_mutex_unlock(&all.lock);
 }
 
-/* Ends the communicator's kernels. An abort frees the communicator; a revocation frees nothing, so that a
- * call may be inside NCCL. */
+/* Ends the communicator's kernels. */
 static void *end_kernels(void *watchdog)
 {
     spar_watchdog *w = watchdog;
@@ -170,25 +159,29 @@ static void *end_kernels(void *watchdog)
     return NULL;
 }
 
-static int is_idle(spar_watchdog *w)
+static int is_idle(const spar_watchdog *w)
 {
-    while (w->count && retire_calls(w) != SPAR_OK) { /* a failed call is over, too */
-        w->first = (w->first + 1) % SLOTS;
-        w->count--;
-    }
     return !w->count && !w->inside_ns;
 }
 
-/* Ends the communicator of a broken or unused watchdog. Requires the lock, and the device entered. */
+/* Ends the communicator of a broken or unused watchdog. Requires the lock.
+ *
+ * An abort ends the kernels, waits for them and for the end of all graphs that have captured calls, and frees
+ * the communicator. So a thread makes it, when no call is inside. A call that stays inside waits for room in
+ * a queue, which only the end of the kernels makes. Then a revocation comes first, which frees nothing. But it
+ * ends no kernel that is launched after it, and no later abort waits for kernels or graphs: it comes when the
+ * calls are over, which may be never, and a captured communicator is not revoked. */
 static void end_communicator(spar_watchdog *w)
 {
-    int broken = w->status != SPAR_OK;
-    if (!w->what.comm || w->busy)
+    int broken = w->status != SPAR_OK, inside = w->inside_ns != 0;
+    if (!w->what.comm || w->busy || !(broken || w->closing))
         return;
-    if (broken && !w->revoked && spar_nccl.CommRevoke)
+    if (broken && !w->revoked ? inside && w->grace++ < GRACE : !is_idle(w))
+        return;
+    if (inside && spar_nccl.CommRevoke && !w->captured) {
         w->revoked = w->busy = start_worker(end_kernels, w);
-    if (w->busy || (broken ? w->inside_ns && w->grace++ < GRACE : !w->closing || !is_idle(w)))
         return;
+    }
     if (w->captured && !broken) { /* a graph may still be replayed */
         w->what.comm = NULL;
         return;
@@ -202,10 +195,12 @@ static void end_communicator(spar_watchdog *w)
     }
 }
 
-static void destroy_events(spar_watchdog *w)
+static void free_marks(spar_watchdog *w)
 {
-    for (int i = 0; i < SLOTS && w->slots[i].event; i++)
-        spar_cu.EventDestroy(w->slots[i].event);
+    if (w->last)
+        spar_cu.EventDestroy(w->last);
+    if (w->ended)
+        spar_cu.MemFreeHost(w->ended);
 }
 
 /* Frees the watchdog, on a thread of its own: freeing device memory waits for the device. */
@@ -214,7 +209,7 @@ static void *dispose(void *watchdog)
     spar_watchdog *w = watchdog;
     spar_entered before;
     if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
-        destroy_events(w);
+        free_marks(w);
         w->what.release(w->what.context);
         spar_cuda_leave(&before);
         free(w);
@@ -226,18 +221,10 @@ static void *dispose(void *watchdog)
 /* Polls once and acts on the result; returns whether the watchdog left the list. Requires the lock. */
 static int poll_and_close(spar_watchdog **link)
 {
-    spar_watchdog *w = *link;
-    spar_entered before;
-    if (spar_cuda_enter(w->what.ordinal, &before) != SPAR_OK) {
-        fail_watchdog(w, SPAR_TRANSPORT);
-        return 0;
-    }
+    spar_watchdog *w = *link, *next = w->next; /* dispose frees it */
     poll_once(w);
     end_communicator(w);
-    int over = w->closing && !w->what.comm && !w->busy && is_idle(w);
-    spar_cuda_leave(&before);
-    spar_watchdog *next = w->next; /* dispose frees it */
-    if (!over || !start_worker(dispose, w))
+    if (!w->closing || w->what.comm || w->busy || !is_idle(w) || !start_worker(dispose, w))
         return 0;
     *link = next;
     return 1;
@@ -293,16 +280,23 @@ static spar_status start_thread(void)
     return SPAR_OK;
 }
 
+static spar_status make_marks(spar_watchdog *w)
+{
+    void *memory;
+    SPAR_TRY_CU(MemHostAlloc, &memory, sizeof *w->ended, SPAR_CU_HOST_PORTABLE | SPAR_CU_HOST_MAPPED);
+    w->ended = memory;
+    *w->ended = 0;
+    SPAR_TRY_CU(EventCreate, &w->last, SPAR_CU_EVENT_DISABLE_TIMING);
+    return SPAR_OK;
+}
+
 spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog **watchdog)
 {
     spar_watchdog *w = calloc(1, sizeof *w);
-    spar_status status = SPAR_OK;
     if (!w)
         return spar_fail(SPAR_NO_MEMORY, "no memory to watch a group");
     w->what = *what;
-    for (int i = 0; status == SPAR_OK && i < SLOTS; i++)
-        status = spar_driver_check(spar_cu.EventCreate(&w->slots[i].event, SPAR_CU_EVENT_DISABLE_TIMING),
-                                   "an event");
+    spar_status status = make_marks(w);
     pthread_mutex_lock(&all.lock);
     if (status == SPAR_OK)
         status = start_thread();
@@ -315,7 +309,7 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
         *watchdog = w;
         return SPAR_OK;
     }
-    destroy_events(w);
+    free_marks(w);
     free(w);
     return status;
 }
@@ -338,7 +332,7 @@ spar_status spar_watchdog_check(spar_watchdog *w)
     return status;
 }
 
-spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline)
+spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadline *deadline, int captured)
 {
     if (all.owner != spar_generation())
         return spar_fail(SPAR_TRANSPORT, "a forked child cannot exchange");
@@ -348,23 +342,31 @@ spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadlin
     if (status == SPAR_OK) {
         w->call = n;
         w->inside_ns = deadline->at_ns ? deadline->at_ns : -1;
+        w->capturing = captured;
+        w->captured |= captured;
     }
     pthread_mutex_unlock(&all.lock);
     return status;
 }
 
-spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int captured)
+/* Marks the end of the call in its stream. */
+static spar_status mark_end(const spar_watchdog *w, void *stream)
 {
-    spar_status status = SPAR_OK;
+    SPAR_TRY_CU(EventRecord, w->last, stream);
+    SPAR_TRY_CU(StreamWriteValue32, stream, (CUdeviceptr)(uintptr_t)w->ended, (uint32_t)w->call, 0);
+    return SPAR_OK;
+}
+
+spar_status spar_watchdog_end(spar_watchdog *w, void *stream)
+{
+    spar_status status = w->capturing ? SPAR_OK : mark_end(w, stream); /* may wait for room in a queue */
     pthread_mutex_lock(&all.lock);
-    w->captured |= captured;
-    if (!captured) {
+    if (!w->capturing) {              /* without its mark, it never ends */
         int full = w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
-        slot *s = full ? newest(w) : &w->slots[(w->first + w->count) % SLOTS];
+        slot *s = &w->slots[(w->first + w->count - full) % SLOTS];
         s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
         s->call = w->call;
-        status = spar_driver_check(spar_cu.EventRecord(s->event, stream), "an event");
-        w->count += !full && status == SPAR_OK;
+        w->count += !full;
     }
     w->inside_ns = 0;
     if (status != SPAR_OK)
@@ -389,12 +391,18 @@ const char *spar_watchdog_broken(spar_watchdog *w)
 
 spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
-    pthread_mutex_lock(&all.lock);
-    slot *last = newest(w);
-    spar_status status = !last ? SPAR_OK
-                               : spar_driver_check(spar_cu.StreamWaitEvent(stream, last->event, 0),
-                                                   "an event of another stream");
-    pthread_mutex_unlock(&all.lock);
+    SPAR_TRY_CU(StreamWaitEvent, stream, w->last, 0);
+    return SPAR_OK;
+}
+
+/* The device's error, if it has one: then no call ends any more. */
+static spar_status check_device(spar_watchdog *w)
+{
+    CUresult result = spar_cu.EventQuery(w->last);
+    if (result == SPAR_CU_SUCCESS || result == SPAR_CU_NOT_READY)
+        return SPAR_OK;
+    spar_status status = spar_driver_check(result, "a call on the GPU");
+    spar_watchdog_break(w, status);
     return status;
 }
 
@@ -414,6 +422,7 @@ spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
                              (unsigned long long)w->call);
         if (polls % 2500 == 0)
             SPAR_TRY(spar_deadline_poll(deadline, "while the GPU was awaited"));
+        SPAR_TRY(check_device(w));
         nanosleep(&moment, NULL);
     }
 }
@@ -426,7 +435,7 @@ void spar_watchdog_close(spar_watchdog *w)
     pthread_mutex_unlock(&all.lock);
 }
 
-/* The lock is not held across a fork: the watchdog holds it while it queries the driver, which may hang. */
+/* The lock is not held across a fork: the watchdog holds it while it asks NCCL. */
 void spar_watchdog_fork(spar_fork_stage stage)
 {
     if (stage != SPAR_FORK_CHILD)

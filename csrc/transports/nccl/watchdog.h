@@ -2,13 +2,13 @@
 /* Watches calls that run on GPUs, without blocking their callers.
  *
  * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there
- * are groups: the communicators' asynchronous errors, the events behind the calls, the peers, and the
- * deadlines. A failure breaks the watchdog for good: an own communicator is revoked or aborted, so that its
- * kernels end and the stream continues, and the next call raises. Graph replays are not watched.
+ * are groups: the communicators' asynchronous errors, which calls have ended, the peers, and the deadlines. A
+ * failure breaks the watchdog for good: an own communicator is aborted, so that its kernels end and the stream
+ * continues, and the next call raises. Graph replays are not watched.
  *
- * An abort frees the communicator, which a call may be using. It waits until no call is inside, for a second
- * at most: a launch that is blocked by a full queue needs the abort. A revocation (NCCL 2.28.7) frees
- * nothing, and comes first. */
+ * The streams write the numbers of calls that have ended to page-locked memory. So the thread asks no
+ * function of the driver: such a function may wait for a launch that waits for room in a queue, which only the
+ * abort makes. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
@@ -33,12 +33,13 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
 /* Fails if the watchdog is broken: the first time with what broke it, then with SPAR_BROKEN. */
 spar_status spar_watchdog_check(spar_watchdog *watchdog);
 
-/* Begins call n, unless the watchdog is broken. Here and below the device is entered. */
-spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline);
+/* Begins call n, unless the watchdog is broken; calls begin one after another. A communicator with captured
+ * calls is not aborted when the watchdog closes. Here and below the device is entered. */
+spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline,
+                                int captured);
 
-/* Ends a call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. A
- * communicator with captured calls is not aborted when the watchdog closes. */
-spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int captured);
+/* Ends the call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. */
+spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream);
 
 /* Breaks the watchdog with the last error, after a call that failed. The first reason stays. */
 void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
@@ -47,7 +48,7 @@ void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
  * steps. */
 const char *spar_watchdog_broken(spar_watchdog *watchdog);
 
-/* Makes `stream` wait for the newest watched call. */
+/* Makes `stream` wait for the newest watched call. Between begin and end. */
 spar_status spar_watchdog_order(spar_watchdog *watchdog, void *stream);
 
 /* Returns when all calls have ended, or with what broke the watchdog. */
