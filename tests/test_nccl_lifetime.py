@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import nccl_lifetime, standins
+from helpers import nccl_aborts, nccl_lifetime, standins
 
 import spar
 from spar._control import collectives
@@ -82,6 +82,36 @@ def test_close_with_calls_in_the_stream(gpus: Ranks) -> None:
 
 def test_out_of_staging_memory_reaches_peers(gpus: Ranks) -> None:
     gpus(3, nccl_lifetime.check_no_staging)
+
+
+@OWNERS
+def test_replay_of_a_broken_group_returns(gpus: Ranks, native: bool) -> None:
+    gpus(2, nccl_aborts.check_replay_of_broken, native)
+
+
+def test_no_abort_under_a_kernel_launched_after_the_revocation(gpus: Ranks) -> None:
+    if gpus.environment["STANDIN_NCCL_VERSION"] < str(22807):
+        pytest.skip("this NCCL has no ncclCommRevoke")
+    gpus(2, nccl_aborts.check_late_launch)
+
+
+@OWNERS
+@pytest.mark.parametrize("first", [0.3, 0.6])
+def test_call_behind_a_hung_one_of_another_group(gpus: Ranks, native: bool, first: float) -> None:
+    gpus(2, nccl_aborts.check_two_broken, native, first)
+
+
+@OWNERS
+def test_groups_beside_an_abort_that_waits_for_a_graph(gpus: Ranks, native: bool) -> None:
+    gpus(2, nccl_aborts.check_set_up_beside_abort, native)
+
+
+def test_torch_abort_on_the_groups_device(gpus: Ranks) -> None:
+    gpus(3, nccl_aborts.check_abort_device)
+
+
+def test_second_capture_beside_another_is_refused(gpus: Ranks) -> None:
+    gpus(2, nccl_aborts.check_two_captures)
 
 
 def test_exit_waits_for_an_abort(gpus: Ranks) -> None:

@@ -56,7 +56,8 @@ class Device:
     def abort(self) -> None:
         """End what hangs in torch's communicator."""
         if self._backend is not None:
-            self._backend.abort()
+            with on_device(self.place):  # NCCL makes a context on the thread's current device
+                self._backend.abort()
 
 
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
@@ -97,17 +98,20 @@ class NcclChannel(CoreChannel):
         if self.has_native:
             _watch(self)
 
-    def abort_native(self) -> bool:
-        """Abort torch's communicator, unless a call is inside NCCL, where it would use freed memory.
+    def is_to_be_aborted(self) -> bool:
+        """Whether torch's communicator is to be aborted now: the core found that it must end.
 
-        After a grace period abort in any case. Called at each interval; return whether it aborted.
+        Not while a call is inside NCCL, which would use freed memory, until a grace period has passed. Called at
+        each interval.
         """
-        self._grace -= self.inside
-        if self.inside and self._grace > 0:
+        if self.core.broken is None:
             return False
+        self._grace -= self.inside
+        return not self.inside or self._grace <= 0
+
+    def abort_native(self) -> None:
         with contextlib.suppress(RuntimeError):  # torch was quicker
             self.device.abort()
-        return True
 
     def exchange(
         self,
@@ -194,11 +198,19 @@ def _watch(channel: NcclChannel) -> None:
 
 
 def _keep_watch() -> None:
-    while True:
+    while _poll():
         time.sleep(_WATCH_INTERVAL)
-        with _lock:
-            for channel in list(_watched):
-                if channel.core.broken is not None and channel.abort_native():
-                    _watched.discard(channel)
-            if not _watched:
-                return
+
+
+def _poll() -> bool:
+    """Abort what hangs; return whether there is more to watch.
+
+    Each abort has a thread: it waits for kernels, which may be behind those of another communicator that is to
+    be aborted, and for the end of all graphs that have captured calls.
+    """
+    with _lock:
+        for channel in list(_watched):
+            if channel.is_to_be_aborted():
+                _watched.discard(channel)
+                threading.Thread(target=channel.abort_native, name="spar abort", daemon=True).start()
+        return bool(_watched)
