@@ -101,8 +101,8 @@ class NcclChannel(CoreChannel):
     def is_to_be_aborted(self) -> bool:
         """Whether torch's communicator is to be aborted now: the core found that it must end.
 
-        Not while a call is inside NCCL, which would use freed memory, until a grace period has passed. Called at
-        each interval.
+        Not while a call is inside NCCL, which would use freed memory, until a grace period has passed. Called
+        at each interval.
         """
         if self.core.broken is None:
             return False
@@ -205,8 +205,8 @@ def _keep_watch() -> None:
 def _poll() -> bool:
     """Abort what hangs; return whether there is more to watch.
 
-    Each abort has a thread: it waits for kernels, which may be behind those of another communicator that is to
-    be aborted, and for the end of all graphs that have captured calls.
+    Each abort has a thread: it waits for kernels, which may be behind those of another communicator that is
+    to be aborted, and for the end of all graphs that have captured calls.
     """
     with _lock:
         for channel in list(_watched):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nccl transport over stand-in libraries: aborts that wait for graphs, for kernels and for other aborts."""
+"""The nccl transport over stand-in libraries: aborts that wait for graphs, kernels and other aborts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,12 @@ def check_abort_device(rank: int, world: int, group: dist.ProcessGroup) -> None:
     found = []
     with torch_nccl(group, rank) as backend, pytest.MonkeyPatch.context() as patch:
         comm, abort = set_up(group, torch.device("cuda", rank)), backend.abort
-        patch.setattr(backend, "abort", lambda: (found.append(backend._current()), abort()))
+
+        def note_device() -> None:
+            found.append(backend._current())
+            abort()
+
+        patch.setattr(backend, "abort", note_device)
         comm.timeout = 0.3
         with Stream() as stream:
             hang(comm)
@@ -159,7 +164,7 @@ def check_abort_device(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_two_captures(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A second capture beside one that has calls of the group is refused; both captures and the group live."""
+    """A second capture beside one that has calls of the group is refused; both and the group live."""
     comm = set_up(group, SPAR_STAGING_MAX=4096 * (world - 1))
     x, args = torch.arange(480.0).view(40, 12) + 1000 * rank, (1, 0, 40 * world)
     streams, graphs = [Stream(), Stream()], [ctypes.c_void_p(), ctypes.c_void_p()]

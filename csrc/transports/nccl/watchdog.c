@@ -168,9 +168,9 @@ static int is_idle(const spar_watchdog *w)
  *
  * An abort ends the kernels, waits for them and for the end of all graphs that have captured calls, and frees
  * the communicator. So a thread makes it, when no call is inside. A call that stays inside waits for room in
- * a queue, which only the end of the kernels makes. Then a revocation comes first, which frees nothing. But it
- * ends no kernel that is launched after it, and no later abort waits for kernels or graphs: it comes when the
- * calls are over, which may be never, and a captured communicator is not revoked. */
+ * a queue, which only the end of the kernels makes. Then a revocation comes first, which frees nothing. But
+ * it ends no kernel that is launched after it, and no later abort waits for kernels or graphs: it comes when
+ * the calls are over, which may be never, and a captured communicator is not revoked. */
 static void end_communicator(spar_watchdog *w)
 {
     int broken = w->status != SPAR_OK, inside = w->inside_ns != 0;
