@@ -3,12 +3,12 @@
  *
  * A call on a GPU returns before its bytes have moved. One thread per process polls every 100 ms while there
  * are groups: the communicators' asynchronous errors, which calls have ended, the peers, and the deadlines. A
- * failure breaks the watchdog for good: an own communicator is aborted, so that its kernels end and the stream
- * continues, and the next call raises. Graph replays are not watched.
+ * failure breaks the watchdog for good: an own communicator is aborted, so that its kernels end and the
+ * stream continues, and the next call raises. Graph replays are not watched.
  *
  * The streams write the numbers of calls that have ended to page-locked memory. So the thread asks no
- * function of the driver: such a function may wait for a launch that waits for room in a queue, which only the
- * abort makes. */
+ * function of the driver: such a function may wait for a launch that waits for room in a queue, which only
+ * the abort makes. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
