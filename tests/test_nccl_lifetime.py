@@ -98,12 +98,12 @@ def test_no_abort_under_a_kernel_launched_after_the_revocation(gpus: Ranks) -> N
 @OWNERS
 @pytest.mark.parametrize("first", [0.3, 0.6])
 def test_call_behind_a_hung_one_of_another_group(gpus: Ranks, native: bool, first: float) -> None:
-    gpus(2, nccl_aborts.check_two_broken, native, first)
+    gpus(3, nccl_aborts.check_two_broken, native, first)
 
 
 @OWNERS
 def test_groups_beside_an_abort_that_waits_for_a_graph(gpus: Ranks, native: bool) -> None:
-    gpus(2, nccl_aborts.check_set_up_beside_abort, native)
+    gpus(3, nccl_aborts.check_set_up_beside_abort, native)
 
 
 def test_torch_abort_on_the_groups_device(gpus: Ranks) -> None:

@@ -14,21 +14,25 @@ import torch
 import torch.distributed as dist
 
 import spar
+from helpers import torch_nccl
 from helpers.nccl_lifetime import setting
 from helpers.nccl_ranks import Stream, core_of, driver, enqueue, set_up, stalled, wait, within
-from helpers.torch_nccl import torch_nccl
 from spar._group.group import Group
 
 
+def communicators(group: dist.ProcessGroup, native: bool) -> contextlib.AbstractContextManager[object]:
+    """The communicator of the group if it is set up inside: torch's, or spar's own."""
+    return torch_nccl.torch_nccl(group) if native else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def communicators(group: dist.ProcessGroup, native: bool) -> Iterator[None]:
-    """The communicators of groups that are set up inside it: another one of torch's, or spar's own."""
-    with contextlib.ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("STANDIN_NCCL_FAIL", raising=False)  # of another one of torch's
-            if native:
-                stack.enter_context(torch_nccl(group))
-        yield
+def second(group: dist.ProcessGroup, native: bool) -> Iterator[dist.ProcessGroup]:
+    """Another group of all ranks, with its communicators."""
+    other = dist.new_group(list(range(group.size())))
+    with communicators(other, native):
+        yield other
+    dist.barrier(other)
+    dist.destroy_process_group(other)
 
 
 @contextlib.contextmanager
@@ -103,8 +107,8 @@ def check_two_broken(rank: int, world: int, group: dist.ProcessGroup, native: bo
     """A call of one group is in the stream behind another's, which hangs: the stream continues."""
     with communicators(group, native), Stream() as stream:
         behind = set_up(group)
-        with communicators(group, native):
-            hung = set_up(group)
+        with second(group, native) as other:
+            hung = set_up(other)
             behind.timeout, hung.timeout = first, 0.6
             hang(hung)
             with contextlib.suppress(spar.SparError):  # a peer was earlier
@@ -127,9 +131,9 @@ def check_set_up_beside_abort(rank: int, world: int, group: dist.ProcessGroup, n
                 hang(comm)
             within(3, lambda: core_of(comm).broken is not None)
             time.sleep(0.3)
-            with communicators(group, native), stream:
+            with second(group, native) as another, stream:
                 begin = time.monotonic()
-                other = set_up(group)
+                other = set_up(another)
                 got = enqueue(other, "gather", (0,), torch.full((2,), float(rank)))
                 wait(other)
                 assert torch.equal(got, torch.arange(float(world)).repeat_interleave(2))
@@ -146,11 +150,11 @@ def check_set_up_beside_abort(rank: int, world: int, group: dist.ProcessGroup, n
 def check_abort_device(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """torch's communicator is aborted with its own device current: NCCL makes a context there."""
     found = []
-    with torch_nccl(group, rank) as backend, pytest.MonkeyPatch.context() as patch:
+    with torch_nccl.torch_nccl(group, rank) as backend, pytest.MonkeyPatch.context() as patch:
         comm, abort = set_up(group, torch.device("cuda", rank)), backend.abort
 
         def note_device() -> None:
-            found.append(backend._current())
+            found.append(torch_nccl._thread.index)
             abort()
 
         patch.setattr(backend, "abort", note_device)
