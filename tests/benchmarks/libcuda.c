@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The stand-in for libcuda.so.1 (tests/standin), with what only the stages of benchmarks/bring_up.py call:
- * memory that is passed to other processes (a memfd here), copies in both directions, and the kernel of benchmarks/stages/peer.py, whose C form is below. */
+ * memory that is passed to other processes (a memfd here), copies in both directions, and the kernel of
+ * benchmarks/stages/peer.py, whose C form is below. */
 #define cuGetProcAddress_v2 standin_address
 #include "../standin/libcuda.c"
 #undef cuGetProcAddress_v2
