@@ -115,17 +115,23 @@ int GraphDestroy(graph *g)
     return 0;
 }
 
-/* If the stream is captured: calls release(context) when the graph is gone, and returns 1. */
-EXPORT int standin_hold(void *handle, void (*release)(void *), void *context);
-EXPORT int standin_hold(void *handle, void (*release)(void *), void *context)
+EXPORT int cuStreamIsCapturing(void *handle, int *status);
+EXPORT int cuStreamIsCapturing(void *handle, int *status)
+{
+    pthread_mutex_lock(&lock);
+    *status = stream_of(handle)->capture != NULL;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+/* Calls release(context) when the graph that captures the stream is gone. */
+EXPORT void standin_hold(void *handle, void (*release)(void *), void *context);
+EXPORT void standin_hold(void *handle, void (*release)(void *), void *context)
 {
     pthread_mutex_lock(&lock);
     graph *g = stream_of(handle)->capture;
-    if (g) {
-        work *held = calloc(1, sizeof *held);
-        *held = (work){.next = g->held, .host = release, .context = context};
-        g->held = held;
-    }
+    work *held = calloc(1, sizeof *held);
+    *held = (work){.next = g->held, .host = release, .context = context};
+    g->held = held;
     pthread_mutex_unlock(&lock);
-    return g != NULL;
 }

@@ -157,6 +157,16 @@ void *cuda(const char *name)
     return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name);
 }
 
+static int is_captured(struct CUstream_st *stream)
+{
+    int (*ask)(struct CUstream_st *, int *);
+    int status = 0;
+    void *address = cuda("cuStreamIsCapturing");
+    memcpy(&ask, &address, sizeof address);
+    ask(stream, &status);
+    return status != 0;
+}
+
 /* A graph that has the group is gone. */
 static void forget(void *context)
 {
@@ -169,12 +179,12 @@ static void forget(void *context)
 spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
 {
     static int (*launch_host)(struct CUstream_st *, void (*)(void *), void *);
-    static int (*hold)(struct CUstream_st *, void (*)(void *), void *);
-    if (!hold) {
-        void *address = cuda("cuLaunchHostFunc");
-        memcpy(&launch_host, &address, sizeof address);
-        address = cuda("standin_hold");
+    static void (*hold)(struct CUstream_st *, void (*)(void *), void *); /* NULL over the real driver */
+    if (!launch_host) {
+        void *address = cuda("standin_hold");
         memcpy(&hold, &address, sizeof address);
+        address = cuda("cuLaunchHostFunc");
+        memcpy(&launch_host, &address, sizeof address);
     }
     const char *later = getenv("STANDIN_NCCL_LATER");
     use(c, "ncclGroupEnd");
@@ -188,11 +198,13 @@ spar_nccl_result launch(struct ncclComm *c, const operation *all, int total)
             g->operations[g->count++] = all[i];
             stream = all[i].stream;
         }
-    g->captured = hold(stream, forget, g);
-    if (g->captured)
-        __atomic_add_fetch(&c->captured, 1, __ATOMIC_RELAXED);
-    else
+    g->captured = is_captured(stream);
+    if (!g->captured)
         g->turn = take_turn(c);
+    else if (hold) {
+        __atomic_add_fetch(&c->captured, 1, __ATOMIC_RELAXED);
+        hold(stream, forget, g);
+    }
     int code = launch_host(stream, run_group, g); /* blocks while the stream's queue is full */
     use(c, "ncclGroupEnd");
     if (code)
