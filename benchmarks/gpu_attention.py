@@ -127,10 +127,9 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
     report = Report(options.data if rank == 0 else None, rank == 0)
-    report.say(
-        f"{world} ranks, {TOKENS} tokens. The largest errors of outputs and gradients, of their norms:"
-    )
-    report.table("dtype, kernel", *(case.name for case in cases(device)))
+    tokens = options.tokens
+    report.say(f"{world} ranks, {tokens} tokens. The largest error of outputs and gradients, of their norm:")
+    report.table("dtype, kernel", *(case.name for case in cases(tokens, device)))
     for dtype, kernels in KERNELS[device.type].items():
         for kernel in kernels:
             check_kernel(report, tokens, device, dtype, kernel)
