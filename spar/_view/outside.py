@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that is no torch function, and so not seen by a mode: it gets whole tensors.
 
-Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention.
+Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention. Also
+replaces transformers' mask function, which makes spans in a view.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.utils.checkpoint as checkpoints
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .flex import intercepting
+from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import View, current_view, without_view
 
@@ -54,6 +56,9 @@ def intercepted(view: View) -> Iterator[None]:
             flex = sys.modules.get("torch.nn.attention.flex_attention")
             if flex is not None:
                 _replace(flex, "flex_attention", intercepting(flex.flex_attention))
+            masks = sys.modules.get("transformers.masking_utils")
+            if masks is not None:
+                _restore.enter_context(making_spans(masks))
             if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
                 _restore.enter_context(torch.compiler.set_stance("force_eager"))
     try:

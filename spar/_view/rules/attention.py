@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._attention.attention import attention
+from ..._attention.spans import Spans
 from ...random import rank_seed
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..moving import moved
 from ..part import Part, Parts, mark, part_of, whole_numel, whole_shape
+from ..spans_mask import dense_of, spans_of
 from .pointwise import aligned
 from .products import shared, work
+
+_EVEN_ENOUGH = (
+    1.25  # the largest share of a rank, in equal shares, of an attention that is not exchanged by heads
+)
 
 
 class _Attention(NamedTuple):
@@ -111,6 +117,38 @@ def method_of(part: Part, keys: Part | None) -> str | None:
     return part.parts.method or ("gather" if few else None)
 
 
+def _method_of_spans(part: Part, keys: Part, spans: Spans, heads: tuple[int, int]) -> str | None:
+    """Return the method for spans: gather where a rank needs few keys of others, and ranks do like work.
+
+    heads: of the queries, and of the keys.
+    """
+    method = method_of(part, keys)
+    if method is not None or keys is not part or len(part.lengths) > 1 or part.parts.state is not None:
+        return method
+    most_keys, excess = spans.remember(("reach", part.sizes), lambda: _reach(spans, part.sizes))
+    moved_by_heads = part.tokens / part.parts.world * (1 - 1 / part.parts.world) * (heads[0] / heads[1] + 1)
+    return "gather" if most_keys < moved_by_heads and excess < _EVEN_ENOUGH else None
+
+
+def _reach(spans: Spans, sizes: Sequence[int]) -> tuple[int, float]:
+    """Return how many keys of others a rank needs at most, and the largest share of pairs, in equal shares.
+
+    sizes: of the ranks' runs, of queries and of keys.
+    """
+    first, end = spans.on_cpu.unflatten(3, (-1, 2)).unbind(-1)
+    counts = (end - first).sum((0, 1, 3), dtype=torch.int64)
+    lows = first.masked_fill(first >= end, spans.keys).amin((0, 1, 3))
+    needed, pairs, begin = 0, [], 0
+    for size in sizes:
+        own = slice(begin, begin + size)
+        begin += size
+        pairs.append(int(counts[own].sum()))
+        if pairs[-1]:
+            before, behind = own.start - int(lows[own].min()), int(end[:, :, own].max()) - own.stop
+            needed = max(needed, max(before, 0) + max(behind, 0))
+    return needed, max(pairs) * len(pairs) / max(sum(pairs), 1)
+
+
 def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
     """Attend over the sharded sequences of queries and keys."""
     layouts = part.parts.layout(part.lengths), part.parts.layout(keys.lengths)
@@ -124,9 +162,15 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
         single = q.dim() == 3
         if single:
             q, k, v = q[:, None], k[:, None], v[:, None]
-        mask = None if mask is None else _mask(mask, q.size(0), part.tokens, keys.tokens, single)
+        spans = None if single else spans_of(mask)
+        chosen = method
+        if spans is not None:
+            chosen = _method_of_spans(part, keys, spans, (q.size(1), k.size(1)))
+        elif mask is not None:
+            mask = _mask(dense_of(mask), q.size(0), part.tokens, keys.tokens, single)
         layout = layouts[0] if keys is part else layouts
-        options: dict[str, Any] = {"causal": causal, "mask": mask, "scale": scale, "method": method}
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "method": chosen}
+        options["mask"] = mask if spans is None else spans
         with drawing(part.parts, dropout_p):
             out = attention(q, k, v, layout, dropout_p=dropout_p, seq_dim=2, head_dim=1, **options)
         return out[:, 0] if single else out
@@ -144,9 +188,15 @@ def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Te
 
 def _rows(part: Part, length: int, function: Any) -> Callable[..., Tensor]:
     """Attend from own queries to whole keys, without an exchange."""
+    layout = part.parts.layout(part.lengths)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
+        spans = spans_of(mask)
+        if spans is not None and q.dim() == 4 and q.size(0) == k.size(0):
+            with drawing(part.parts, dropout_p):
+                options: dict[str, Any] = {"mask": spans, "dropout_p": dropout_p, "scale": scale}
+                return attention(q, k, v, (layout, None), seq_dim=2, head_dim=1, **options)
         if causal:
             places = torch.arange(length, device=q.device)
             mask = part.parts.shard(torch.arange(part.tokens, device=q.device), part.at(0))[:, None] >= places

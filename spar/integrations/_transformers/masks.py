@@ -16,6 +16,13 @@ from ...sequence_layout import SequenceLayout
 WHOLE = "spar: masks of the whole sequence"  # the name of `whole_mask` in transformers
 # the attribute of a config that has the window of a kind of layers
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+# Functions of transformers that leave each query one interval of keys around it, if their blocks are runs.
+_INTERVALS_NAMES = """
+causal_mask_function bidirectional_mask_function sliding_window_overlay sliding_window_bidirectional_overlay
+chunked_overlay blockwise_overlay packed_sequence_mask_function remap_positions_for_packed_sequence and_masks
+or_masks
+"""
+_INTERVALS = frozenset(_INTERVALS_NAMES.split())
 
 
 class Wanted(NamedTuple):
@@ -89,20 +96,33 @@ def _by_vmap(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return whole
 
 
+def leaves_intervals(function: Any) -> bool:
+    """Whether a mask function is made of transformers' own, which leave each query one interval around it."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return False
+    if function.__qualname__.partition(".")[0] not in _INTERVALS:
+        return False
+    return all(leaves_intervals(part) for part in _parts_of(function) if callable(part))
+
+
+def _parts_of(function: Any) -> list[Any]:
+    """Return what a function refers to: other functions, also in tuples, and tensors."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+
+
 def _are_runs(function: Any) -> bool:
     """Whether all blocks of tokens in a function of transformers are runs of neighbours.
 
     Then a query has one interval of keys around it, as all other parts of these functions leave one.
     """
-    for cell in getattr(function, "__closure__", None) or ():
-        value = cell.cell_contents
-        if isinstance(value, torch.Tensor) and function.__qualname__.startswith("blockwise_overlay"):
-            starts = torch.nn.functional.pad(value[:, 1:] != value[:, :-1], (1, 0), value=True)
-            begun = [ids[start & (ids >= 0)] for ids, start in zip(value, starts, strict=True)]
+    for part in _parts_of(function):
+        if isinstance(part, torch.Tensor) and function.__qualname__.startswith("blockwise_overlay"):
+            starts = torch.nn.functional.pad(part[:, 1:] != part[:, :-1], (1, 0), value=True)
+            begun = [ids[start & (ids >= 0)] for ids, start in zip(part, starts, strict=True)]
             if any(len(ids) > len(ids.unique()) for ids in begun):
                 return False
-        parts = value if isinstance(value, tuple) else (value,)
-        if not all(_are_runs(part) for part in parts if callable(part)):
+        if callable(part) and not _are_runs(part):
             return False
     return True
 

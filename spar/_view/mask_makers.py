@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks that models of transformers make in a view: spans instead of S x S booleans, where they are large."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._attention.spans import Spans
+from ..integrations._transformers.masks import Wanted, leaves_intervals
+from .part import part_of
+from .spans_mask import mask_of
+from .view import View, current_view
+
+# Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
+LEAST_BYTES = 1 << 22
+_NAME = "sdpa"
+_ARGUMENTS = (
+    "batch_size",
+    "q_length",
+    "kv_length",
+    "q_offset",
+    "kv_offset",
+    "mask_function",
+    "attention_mask",
+    "use_vmap",
+    "device",
+)
+
+
+@contextmanager
+def making_spans(masking_utils: Any) -> Iterator[None]:
+    """Replace transformers' mask function for `sdpa` by one that makes spans in a view.
+
+    Does nothing if the interface is not as in transformers 5.23, or if the user registered another function.
+    """
+    interface = getattr(masking_utils, "AttentionMaskInterface", None)
+    own = getattr(masking_utils, "sdpa_mask", None)
+    if interface is None or not _is_known(own) or interface().get(_NAME) is not own:
+        yield
+        return
+    interface.register(_NAME, _intercepting(own))
+    try:
+        yield
+    finally:
+        interface.register(_NAME, own)
+
+
+def _is_known(own: Any) -> bool:
+    return callable(own) and set(_ARGUMENTS) <= inspect.signature(own).parameters.keys()
+
+
+def _intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is None:
+            return own(*args, **kwargs)
+        asked = signature.bind(*args, **kwargs)
+        asked.apply_defaults()
+        batch, total = asked.arguments["batch_size"], asked.arguments["kv_length"]
+        shape = batch, 1, total, total
+        if not _may_be_spans(asked.arguments) or batch * total * total < LEAST_BYTES:
+            return own(*args, **kwargs)
+        function = asked.arguments["mask_function"]
+        # A mask function that broadcasts shows whether there is a mask, and its shape, without its memory.
+        asked.arguments |= {"mask_function": _everything, "use_vmap": False}
+        found = own(*asked.args, **asked.kwargs)
+        if found is None:
+            return None
+        spans = None
+        if tuple(found.shape) == shape and found.dtype == torch.bool:
+            spans = _spans(view, function, shape, asked.arguments["attention_mask"], found.device)
+        return own(*args, **kwargs) if spans is None else mask_of(spans, shape, found.device)
+
+    return sdpa_mask
+
+
+def _may_be_spans(asked: dict[str, Any]) -> bool:
+    """Whether queries and keys are the whole sequence, and padding is whole and has a bool for each token."""
+    names = "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"
+    sizes = [asked[name] for name in names]
+    if any(type(size) is not int for size in sizes) or sizes[1] != sizes[2] or sizes[3:] != [0, 0]:
+        return False
+    valid = asked["attention_mask"]
+    return valid is None or (
+        isinstance(valid, Tensor)
+        and part_of(valid) is None
+        and valid.dtype == torch.bool
+        and list(valid.shape) == [sizes[0], sizes[2]]
+    )
+
+
+def _everything(*indices: Tensor) -> Tensor:
+    """Allow all pairs: as transformers' functions, of index tensors that broadcast."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=indices[0].device)
+
+
+def _spans(
+    view: View, function: Any, shape: tuple[int, int, int, int], valid: Tensor | None, device: torch.device
+) -> Spans | None:
+    """Return the spans of a mask; None if a query has too many intervals, or the function reads parts."""
+    if valid is not None and bool(valid.all()):
+        valid = None
+    try:
+        spans = Wanted(function, shape, leaves_intervals(function), valid, device).spans(view.parts.group)
+    except ValueError:  # the same on all ranks, as the mask is
+        return None
+    return spans if part_of(spans.ends) is None else None
