@@ -116,6 +116,8 @@ CONSTANTS = {
     "SPAR_CU_SMS": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
     "SPAR_CU_COMPUTE_MAJOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR",
     "SPAR_CU_COMPUTE_MINOR": "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
+    "SPAR_CU_HOST_PORTABLE": "CU_MEMHOSTALLOC_PORTABLE",
+    "SPAR_CU_HOST_MAPPED": "CU_MEMHOSTALLOC_DEVICEMAP",
     "SPAR_CU_STREAM_NON_BLOCKING": "CU_STREAM_NON_BLOCKING",
     "SPAR_CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
     "SPAR_CU_HOST_PORTABLE": "CU_MEMHOSTALLOC_PORTABLE",
@@ -243,6 +245,52 @@ def test_every_kernel_compiles_for_every_architecture(part: Path) -> None:
 def factors(rows: str, width: int) -> Sequence[str]:
     """The factors of this width's rows in SPAR_KERNELS."""
     return [row.split(")")[0] for row in rows.split(f"X({width}, ")[1:]]
+
+
+@pytest.mark.not_under_asan("ASan's dlopen does not find the libraries beside the real NVRTC")
+def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
+    """In the PTX of each kernel: peers on other GPUs see a signal behind what was written before it."""
+    text = ptx_of(part)
+    kernels = text.split(".entry ")[1:]
+    assert len(kernels) == 18
+    for kernel in kernels:
+        body = kernel.split("\n}")[0]
+        name = body.split("(")[0]
+        copied = body.rindex("st.global")
+        barrier, counted = body.rindex("bar.sync"), body.index("atom.acq_rel.gpu.global.inc.u32")
+        assert body.index("ld.acquire.sys.global.u32") < body.index("bar.red.or.pred") < barrier < counted, (
+            name
+        )
+        assert counted < body.rindex("bar.red.or.pred") < body.rindex("st.release.sys.global.u32"), name
+        assert copied > counted, f"{name} counts the round after its signals"
+        assert "%globaltimer" in body and "trap" not in body, name
+
+
+def ptx_of(part: Path) -> str:
+    """Compile the kernels' source by the real NVRTC, to text, in a new process."""
+    found = packaged("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "lib64/libnvrtc.so.1*")
+    if not found:
+        pytest.skip("no libnvrtc here: neither a toolkit nor the package nvidia-cuda-nvrtc")
+    done = subprocess.run(
+        [sys.executable, "-c", TO_PTX, str(part), str(found[0])], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+TO_PTX = """
+import ctypes, sys
+folder, nvrtc = sys.argv[1:]
+core, compiler = ctypes.CDLL(folder + "/part.so"), ctypes.CDLL(nvrtc)
+source = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(core, "spar_kernel_source")))
+program, size = ctypes.c_void_p(), ctypes.c_size_t()
+assert compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"spar.cu", 0, None, None) == 0
+options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_90", b"--std=c++17")
+assert compiler.nvrtcCompileProgram(program, 2, options) == 0
+assert compiler.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+text = ctypes.create_string_buffer(size.value)
+assert compiler.nvrtcGetPTX(program, text) == 0
+print(text.value.decode())
+"""
 
 
 # ---- the cache on disk ----

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The stand-in for libcuda.so.1 (tests/standin), with what only the stages of benchmarks/bring_up.py call:
- * memory that is passed to other processes (a memfd here), copies in both directions, and the kernel of
+ * memory that is passed to other processes (a memfd here), copies to the host, and the kernel of
  * benchmarks/stages/peer.py, whose C form is below. */
 #define cuGetProcAddress_v2 standin_address
 #include "../standin/libcuda.c"
@@ -27,12 +27,6 @@ static int DeviceGetCount(int *number)
 static int DeviceGetName(char *name, int size, int device)
 {
     snprintf(name, (size_t)size, "stand-in %d", device);
-    return 0;
-}
-
-static int MemcpyHtoD(uint64_t to, const void *from, size_t bytes)
-{
-    memcpy((void *)(uintptr_t)to, from, bytes);
     return 0;
 }
 
@@ -188,9 +182,9 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
     static const struct {
         const char *name;
         void *function;
-    } rows[] = {MORE(DriverGetVersion) MORE(DeviceGetCount) MORE(DeviceGetName) MORE(MemcpyHtoD)
-                    MORE(MemcpyDtoH) MORE(MemcpyAsync) MORE(MemGetAllocationGranularity) MORE(MemCreate)
-                        MORE(MemRelease) MORE(MemExportToShareableHandle) MORE(MemImportFromShareableHandle)
+    } rows[] = {MORE(DriverGetVersion) MORE(DeviceGetCount) MORE(DeviceGetName) MORE(MemcpyDtoH)
+                    MORE(MemcpyAsync) MORE(MemGetAllocationGranularity) MORE(MemCreate) MORE(MemRelease)
+                        MORE(MemExportToShareableHandle) MORE(MemImportFromShareableHandle)
                             MORE(MemAddressReserve) MORE(MemMap) MORE(MemSetAccess)
                                 MORE(MemUnmap){"cuMemAddressFree", (void *)unmap},
                 {"cuModuleGetFunction", (void *)FindFunction},

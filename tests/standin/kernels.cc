@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <sched.h>
+#include <time.h>
 
 #include "devices/cuda/kernels.h"
 
@@ -61,8 +63,36 @@ static unsigned short to_f16(float value)
     if (size < 0x1p-14f)
         return sign | (unsigned short)std::nearbyint(std::ldexp(size, 24));
     int exponent = std::ilogb(size);
-    return sign | (unsigned short)(((exponent + 14) << 10) +
-                                   (int)std::nearbyint(std::ldexp(size, 10 - exponent)));
+    return sign |
+           (unsigned short)(((exponent + 14) << 10) + (int)std::nearbyint(std::ldexp(size, 10 - exponent)));
+}
+
+static unsigned load_acquire(const unsigned *from)
+{
+    unsigned value = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+    sched_yield(); /* a wait leaves the core to the peers */
+    return value;
+}
+
+static void store_release(unsigned *to, unsigned value)
+{
+    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
+
+static unsigned count_to(unsigned *counter, unsigned last)
+{
+    unsigned before = __atomic_load_n(counter, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(counter, &before, before >= last ? 0 : before + 1, true,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+        ;
+    return before;
+}
+
+static unsigned long long now_ns()
+{
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 
 #define SPAR_SHARED(...)
@@ -72,16 +102,28 @@ static unsigned short to_f16(float value)
 
 #define KERNEL(width, factor) copy<width, factor>,
 
-/* Runs one of `ctas` CTAs of kernel `which` (a row of SPAR_KERNELS): its threads one after another, in an
- * order that depends on `from`. */
+/* One after another, in an order that depends on `from`; returns whether one of them returned another value
+ * than 0. The calls stand between barriers. */
+template <class PHASE> static bool all_threads(unsigned from, PHASE phase)
+{
+    bool any = false;
+    for (unsigned i = 0; i < SPAR_KERNEL_THREADS; i++) {
+        threadIdx.x = (i * 77 + from) % SPAR_KERNEL_THREADS;
+        any |= phase() != 0;
+    }
+    return any;
+}
+
+/* Runs one of `ctas` CTAs of kernel `which` (a row of SPAR_KERNELS). */
 extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned cta, unsigned ctas,
                                unsigned from)
 {
     static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};
     blockIdx.x = cta;
     gridDim.x = ctas;
-    for (unsigned i = 0; i < SPAR_KERNEL_THREADS; i++) {
-        threadIdx.x = (i * 77 + from) % SPAR_KERNEL_THREADS;
-        kernels[which](*c);
-    }
+    if (c->sync && all_threads(from, [&] { return await_peers(*c); }))
+        return;
+    all_threads(from, [&] { return kernels[which](*c), 0; });
+    if (c->sync && all_threads(from, [&] { return is_last(*c); }))
+        all_threads(from, [&] { return end_launch(*c), 0; });
 }

@@ -180,6 +180,14 @@ static int MemFreeHost(void *memory)
     return 0;
 }
 
+static int MemcpyHtoD(uint64_t to, const void *from, size_t bytes)
+{
+    MAY_FAIL("cuMemcpyHtoD");
+    MAY_CONFLICT(unsafe());
+    memcpy((void *)(uintptr_t)to, from, bytes);
+    return 0;
+}
+
 static int StreamCreate(stream **made, unsigned flags)
 {
     (void)flags;

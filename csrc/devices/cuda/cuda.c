@@ -53,6 +53,8 @@ typedef struct {
     const gpu *gpu;
     const spar_scale *scale;
     void *stream;
+    const spar_round *round; /* NULL: of none */
+    int last;                /* the next launch is the copy's last one */
 } copy;
 
 /* Chooses the widest kernel for addresses in which these bits are set. */
@@ -78,10 +80,29 @@ static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
     spar_launches_tile(k, (int64_t)spar_kernel_rows[kernel].width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS);
     k->factor = c->scale->factor;
     k->divide = c->scale->divide;
+    k->sync = c->round ? c->round->sync : NULL;
+    k->mode = 0;
+    if (c->round && c->round->second)
+        k->mode = (unsigned)SPAR_KERNEL_WAITS | (c->last ? (unsigned)SPAR_KERNEL_ENDS : 0);
+    else if (c->round)
+        k->mode = c->last ? SPAR_KERNEL_SIGNALS : 0;
+    k->limit_ns = c->round ? c->round->limit_ns : 0;
     unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
+    unsigned ctas = k->tiles < most ? k->tiles : most;
     void *parameters[] = {k};
-    SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], k->tiles < most ? k->tiles : most, 1, 1,
-                SPAR_KERNEL_THREADS, 1, 1, 0, c->stream, parameters, NULL);
+    SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], ctas ? ctas : 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0,
+                c->stream, parameters, NULL);
+    return SPAR_OK;
+}
+
+/* Launches all but the last part of a copy. */
+static spar_status begin_copy(copy *c, spar_launches *launches, const spar_plan *plan, const spar_span *spans,
+                              int count, const void *const *inputs, void *const *outputs)
+{
+    SPAR_TRY(current(&c->gpu));
+    spar_launches_begin(launches, launch, c);
+    SPAR_TRY(spar_launches_add(launches, plan, spans, count, inputs, outputs));
+    c->last = 1;
     return SPAR_OK;
 }
 
@@ -89,12 +110,20 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream)
 {
-    copy c = {NULL, scale, stream};
+    copy c = {.scale = scale, .stream = stream};
     spar_launches launches;
-    SPAR_TRY(current(&c.gpu));
-    spar_launches_begin(&launches, launch, &c);
-    SPAR_TRY(spar_launches_add(&launches, plan, spans, count, inputs, outputs));
+    SPAR_TRY(begin_copy(&c, &launches, plan, spans, count, inputs, outputs));
     return spar_launches_end(&launches);
+}
+
+spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, int count,
+                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                                 const spar_round *round, void *stream)
+{
+    copy c = {.scale = scale, .stream = stream, .round = round};
+    spar_launches launches;
+    SPAR_TRY(begin_copy(&c, &launches, plan, spans, count, inputs, outputs));
+    return launches.copy.parts ? spar_launches_end(&launches) : launch(&c, &launches.copy, 0);
 }
 
 /* ---- the device ---- */

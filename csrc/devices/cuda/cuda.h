@@ -48,4 +48,17 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);
 
+/* One of the two halves of a round between ranks that write to each other's slots: see kernels.cu. */
+typedef struct {
+    void *sync;        /* the rank's spar_kernel_sync, in device memory */
+    int second;        /* waits for the peers, and ends the round; else copies, and signals them */
+    uint64_t limit_ns; /* of a wait; 0: none */
+} spar_round;
+
+/* The same as a half of a round, also if there is nothing to copy: what is packed goes into the peers' slots,
+ * what is unpacked comes from this rank's. `wire` is an address in the first half of a slot. */
+spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, int count,
+                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+                                 const spar_round *round, void *stream);
+
 #endif

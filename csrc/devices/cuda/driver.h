@@ -29,10 +29,10 @@ enum {
     SPAR_CU_SMS = 16, /* device attributes */
     SPAR_CU_COMPUTE_MAJOR = 75,
     SPAR_CU_COMPUTE_MINOR = 76,
-    SPAR_CU_STREAM_NON_BLOCKING = 1,
-    SPAR_CU_EVENT_DISABLE_TIMING = 2,
     SPAR_CU_HOST_PORTABLE = 1,
     SPAR_CU_HOST_MAPPED = 2,
+    SPAR_CU_STREAM_NON_BLOCKING = 1,
+    SPAR_CU_EVENT_DISABLE_TIMING = 2,
     SPAR_CU_CAPTURE_NONE = 0,    /* what a stream does */
     SPAR_CU_CAPTURE_RELAXED = 2, /* a thread's mode: what captures of others do not see is allowed */
 };
@@ -57,6 +57,7 @@ enum {
     X(MemFree, 3020, (CUdeviceptr memory))                                                                   \
     X(MemHostAlloc, 2020, (void **memory, size_t bytes, unsigned int flags))                                 \
     X(MemFreeHost, 2000, (void *memory))                                                                     \
+    X(MemcpyHtoD, 3020, (CUdeviceptr to, const void *from, size_t bytes))                                    \
     X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                           \
     X(StreamDestroy, 4000, (CUstream stream))                                                                \
     X(StreamSynchronize, 2000, (CUstream stream))                                                            \

@@ -9,7 +9,7 @@ _Static_assert(sizeof(spar_kernel_copy) <= 4096, "a kernel's parameters, on ever
 #define KERNEL(width, factor)                                                                                \
     "extern \"C\" __global__ void __launch_bounds__(SPAR_KERNEL_THREADS, 4096 / (SPAR_KERNEL_THREADS * "     \
     "SPAR_KERNEL_UNITS)) copy_" #width "_" #factor                                                           \
-    "(const __grid_constant__ spar_kernel_copy c)\n{\n    copy<" #width ", " #factor ">(c);\n}\n"
+    "(const __grid_constant__ spar_kernel_copy c)\n{\n    run<" #width ", " #factor ">(c);\n}\n"
 
 int spar_kernel_ctas;
 const spar_kernel_row spar_kernel_rows[] = {SPAR_KERNELS(ROW)};

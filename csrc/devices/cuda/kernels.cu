@@ -9,13 +9,27 @@
  * first: 4 x 16 bytes in flight.
  *
  * Divisions by multiplication and shift turn a byte's offset in packed order into its addresses. All that a
- * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free. */
+ * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free.
+ *
+ * A launch with `sync` is one half of a round between ranks that write to each other's slots. The first half
+ * copies into the peers' slots, and its last CTA signals each peer; the second waits for every peer's signal,
+ * copies out of this rank's slot, and ends the round. The number of the round is in device memory, so that a
+ * graph can be replayed, and selects one of a slot's two halves. A rank begins a round after it has waited
+ * for all peers in the round before, which they began after they had emptied what this round overwrites. So
+ * there is no signal for an emptied slot, and only a second half waits, for first halves, which wait for
+ * nothing. */
 
 SPAR_SHARED(
 /* Of the parameters, which are below 4 KB, the most that every device takes. */
 enum {
     SPAR_KERNEL_PARTS = 70,
-    SPAR_KERNEL_LOOPS = 56
+    SPAR_KERNEL_LOOPS = 56,
+    SPAR_KERNEL_RANKS = 64, /* of a round */
+    SPAR_KERNEL_SIGNALS = 1, /* modes of a launch of a round: its last CTA signals the peers; */
+    SPAR_KERNEL_WAITS = 2,   /* each CTA waits for the peers' signals; */
+    SPAR_KERNEL_ENDS = 4,    /* its last CTA ends the round */
+    SPAR_KERNEL_PEER_SLOT = 1, /* which side of a part lies in a slot: `to`, */
+    SPAR_KERNEL_OWN_SLOT = 2   /* or `from` */
 };
 
 /* n / number, for n below 2^31: (high 32 bits of (n * magic) + n) >> shift. */
@@ -35,16 +49,31 @@ typedef struct {
     char *to;
     unsigned low, high; /* in the block's packed order */
     unsigned tile; /* index of its first tile */
-    short loop, loops; /* its loops, outermost first; the last one runs over single bytes */
+    short loop; /* its loops, outermost first; the last one runs over single bytes */
+    unsigned char loops, slot;
 } spar_kernel_part;
+
+/* In device memory: what a rank's rounds need, one round after another. */
+typedef struct {
+    unsigned rounds; /* that have ended */
+    unsigned failed; /* a wait ended early: no round follows */
+    unsigned ctas;   /* of a launch, those that have ended */
+    unsigned world, rank, unused;
+    unsigned long long half; /* of a slot, in bytes */
+    unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
+    const unsigned *mine; /* [world] the newest round that each peer has signalled */
+    unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank */
+} spar_kernel_sync;
 
 /* A kernel's only parameter. */
 typedef struct {
     double factor;
     int divide;
     int parts;
-    unsigned tiles; /* 0: a no-op launch */
-    unsigned unused;
+    unsigned tiles; /* 0: nothing to copy */
+    unsigned mode;
+    spar_kernel_sync *sync; /* 0: no round */
+    unsigned long long limit_ns; /* of a wait; 0: none */
     spar_kernel_part part[SPAR_KERNEL_PARTS];
     spar_kernel_loop loop[SPAR_KERNEL_LOOPS];
 } spar_kernel_copy;
@@ -63,6 +92,34 @@ __device__ __forceinline__ unsigned short to_f16(float value)
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned *from)
+{
+    unsigned value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(unsigned *to, unsigned value)
+{
+    asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
+}
+
+/* Counts to `last`, then from 0 again; returns the count before. */
+__device__ __forceinline__ unsigned count_to(unsigned *counter, unsigned last)
+{
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ unsigned long long now_ns()
+{
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
 }
 )
 
@@ -156,11 +213,11 @@ __device__ __forceinline__ int part_of(const spar_kernel_copy &c, unsigned tile)
     return low;
 }
 
-/* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on. Loads all
- * of them before it stores the first. */
+/* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on, at `shift`
+ * in a slot. Loads all of them before it stores the first. */
 template <int WIDTH, class SCALE>
 __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_part &part,
-                                     const SCALE &scale, unsigned x)
+                                     const SCALE &scale, unsigned x, unsigned long long shift)
 {
     typedef typename vector<WIDTH>::type word;
     typedef typename SCALE::item item;
@@ -192,10 +249,12 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
         }
     }
     const spar_kernel_loop outer = c.loop[part.loop];
+    const char *from = part.from + (part.slot == SPAR_KERNEL_OWN_SLOT ? shift : 0);
+    char *to = part.to + (part.slot == SPAR_KERNEL_PEER_SLOT ? shift : 0);
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
         if (u < left)
-            data[u].whole = *(const word *)(part.from + src[u] + turn[u] * outer.src);
+            data[u].whole = *(const word *)(from + src[u] + turn[u] * outer.src);
     }
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
@@ -204,20 +263,83 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
         _Pragma("unroll")
         for (int i = 0; i < ITEMS; i++)
             data[u].items[i] = scale(data[u].items[i]);
-        *(word *)(part.to + dst[u] + turn[u] * outer.dst) = data[u].whole;
+        *(word *)(to + dst[u] + turn[u] * outer.dst) = data[u].whole;
     }
+}
+
+__device__ __forceinline__ unsigned long long shift_of(const spar_kernel_sync &s)
+{
+    return s.rounds % 2 ? s.half : 0;
 }
 
 template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spar_kernel_copy &c)
 {
     constexpr unsigned TILE = SPAR_KERNEL_UNITS * SPAR_KERNEL_THREADS * WIDTH;
     const SCALE scale(c);
+    const unsigned long long shift = c.sync ? shift_of(*c.sync) : 0;
     _Pragma("unroll 1")
     for (unsigned tile = blockIdx.x; tile < c.tiles; tile += gridDim.x) {
         const spar_kernel_part &part = c.part[part_of(c, tile)];
         const unsigned x = part.low + (tile - part.tile) * TILE + threadIdx.x * WIDTH;
         if (x < part.high)
-            move<WIDTH>(c, part, scale, x);
+            move<WIDTH>(c, part, scale, x, shift);
     }
+}
+
+/* The parts of a launch of a round, for each thread of a CTA, with a barrier between each two. */
+
+/* Waits for the peers; returns whether a wait has ended early, now or before. */
+__device__ __forceinline__ int await_peers(const spar_kernel_copy &c)
+{
+    spar_kernel_sync &s = *c.sync;
+    const unsigned round = s.rounds + 1;
+    if (load_acquire(&s.failed))
+        return 1;
+    if (!(c.mode & SPAR_KERNEL_WAITS) || threadIdx.x >= s.world || threadIdx.x == s.rank)
+        return 0;
+    const unsigned long long begin = now_ns();
+    _Pragma("unroll 1")
+    for (unsigned polls = 1; int(load_acquire(&s.mine[threadIdx.x]) - round) < 0; polls++) {
+        if (polls % 128) /* the host's memory is far */
+            continue;
+        const bool late = c.limit_ns && now_ns() - begin > c.limit_ns;
+        if (!late && !load_acquire(s.stop))
+            continue;
+        if (late)
+            store_release(s.stop, 1 + threadIdx.x);
+        store_release(&s.failed, 1);
+        return 1;
+    }
+    return 0;
+}
+
+/* After a CTA's copies: whether it is the last one of its launch to be here. */
+__device__ __forceinline__ int is_last(const spar_kernel_copy &c)
+{
+    return threadIdx.x == 0 && count_to(&c.sync->ctas, gridDim.x - 1) == gridDim.x - 1;
+}
+
+__device__ __forceinline__ void end_launch(const spar_kernel_copy &c)
+{
+    spar_kernel_sync &s = *c.sync;
+    const unsigned round = s.rounds + 1;
+    if (c.mode & SPAR_KERNEL_SIGNALS && threadIdx.x < s.world && threadIdx.x != s.rank)
+        store_release(s.theirs[threadIdx.x], round);
+    if (c.mode & SPAR_KERNEL_ENDS && threadIdx.x == 0)
+        s.rounds = round;
+}
+)
+
+SPAR_PTX(
+template <int WIDTH, class SCALE> __device__ __forceinline__ void run(const spar_kernel_copy &c)
+{
+    if (c.sync && __syncthreads_or(await_peers(c)))
+        return;
+    copy<WIDTH, SCALE>(c);
+    if (!c.sync)
+        return;
+    __syncthreads();
+    if (__syncthreads_or(is_last(c)))
+        end_launch(c);
 }
 )

@@ -13,6 +13,7 @@ typedef struct {
     uintptr_t from, to;
     int64_t run;
     int ndim;
+    unsigned char slot; /* see spar_kernel_part */
     const spar_dim *dims;
 } piece;
 
@@ -97,7 +98,8 @@ static spar_status add_part(spar_launches *l, const piece *p, int64_t low, int64
                                                        .low = (unsigned)low,
                                                        .high = (unsigned)high,
                                                        .loop = (short)place,
-                                                       .loops = (short)count};
+                                                       .loops = (unsigned char)count,
+                                                       .slot = p->slot};
     return SPAR_OK;
 }
 
@@ -115,7 +117,9 @@ static spar_status add_piece(spar_launches *l, piece p, int64_t low, int64_t hig
         return add_part(l, &p, low, high);
     if (p.ndim == 0) {
         for (int64_t at = low / LARGEST * LARGEST; at < high; at += LARGEST) {
-            piece cut = {p.from + (uintptr_t)at, p.to + (uintptr_t)at, .run = LARGEST};
+            piece cut = p;
+            cut.from += (uintptr_t)at;
+            cut.to += (uintptr_t)at;
             cut.run = bytes - at < LARGEST ? bytes - at : LARGEST;
             SPAR_TRY(add_piece(l, cut, low - at, high - at));
         }
@@ -149,6 +153,9 @@ static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar
     uintptr_t wire = (uintptr_t)span->wire + (uintptr_t)(start - span->low);
     p.from = span->route == SPAR_UNPACK ? wire : (uintptr_t)inputs[block->tensor] + (uintptr_t)block->src;
     p.to = span->route == SPAR_PACK ? wire : (uintptr_t)outputs[block->tensor] + (uintptr_t)block->dst;
+    p.slot = span->route == SPAR_PACK     ? SPAR_KERNEL_PEER_SLOT
+             : span->route == SPAR_UNPACK ? SPAR_KERNEL_OWN_SLOT
+                                          : 0;
     if (span->route != SPAR_PUSH) {
         spar_packed_dims(plan, block, span->route == SPAR_UNPACK, dims);
         p.dims = dims;
