@@ -72,7 +72,8 @@ def test_rejected_transports_are_reported_with_reasons() -> None:
     assert (choice.name, choice.rejected) == ("tcp", rejected)
     choice = Choice(apart, refused=core.Refusal(1, (b"tcp",), (b"rank 1: no route",)))
     assert choice.name == "torch" and "cpu" in choice.reason
-    rejected |= {"tcp": "rank 1: no route", "nccl": "cpu tensors are not on CUDA devices"}
+    rejected |= dict.fromkeys(("push", "nccl"), "cpu tensors are not on CUDA devices")
+    rejected |= {"tcp": "rank 1: no route"}
     assert choice.rejected == rejected
 
 
@@ -115,6 +116,22 @@ def test_nccl_requires_cuda_on_each_rank() -> None:
         ctypes.addressof(ranks[1]) + core.PeerInfo.no_nccl.offset, ord("x"), core.PeerInfo.no_nccl.size
     )
     assert Choice(ranks, "cuda").rejected["nccl"] == "rank 1: " + 95 * "x"
+
+
+def test_push_requires_cuda_on_each_rank_of_one_host() -> None:
+    ranks = make_info()
+    for rank, own in enumerate(ranks):
+        own.endpoint = core.Endpoint(100 + rank, 7 + rank)
+    assert Choice(ranks, "cuda").name == "push"
+    ranks[2].host[0] = 5
+    assert Choice(ranks, "cuda").rejected["push"] == "ranks 0 and 2 are on different hosts"
+    ranks[2].host[0] = 0
+    ranks[1].no_push = b"no libcuda: libcuda.so.1: cannot open"
+    assert Choice(ranks, "cuda").rejected["push"] == "rank 1: no libcuda: libcuda.so.1: cannot open"
+    many = (core.PeerInfo * 65)(*[ranks[0]] * 65)
+    for rank, own in enumerate(many):
+        own.endpoint = core.Endpoint(100 + rank, 7 + rank)
+    assert Choice(many, "cuda").rejected["push"] == "65 ranks; expected at most 64"
 
 
 def test_the_core_of_the_tests_adds_a_transport() -> None:

@@ -111,6 +111,19 @@ def test_cuda_device(program: Builder, kind: str, threads: int, plans: int, dela
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@each("plain", "address", "thread")
+@pytest.mark.parametrize(
+    ("peers", "calls", "slot", "delay"),
+    [(2, 300, 1024, 0), (3, 120, 2048, 50), (4, 60, 1 << 16, 50)],  # many rounds, some, one
+)
+def test_push(program: Builder, kind: str, peers: int, calls: int, slot: int, delay: int) -> None:
+    """Random calls of ranks that are threads: each peer's bytes arrive, and no two ranks race for a slot."""
+    environment = {**standins.environment(standins_of(kind)), "STANDIN_DELAY_US": str(delay)}
+    calls = calls if kind == "plain" else calls // 2
+    done = run(program(kind), "push", str(peers), str(calls), str(slot), **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @each(*BUILDS)
 def test_core(program: Builder, kind: str) -> None:
     done = run(program(kind), "core")

@@ -104,7 +104,9 @@ FAULTS: dict[str, tuple[Callable[[], None], dict[str, str]]] = {  # and why each
 def expect_rejected(chosen: spar.Transport, why: dict[str, str]) -> None:
     """Expect tcp in place of shm, and torch where that fails, too."""
     rejected = dict(chosen.rejected)
-    assert [chosen.name, *rejected] == (["torch", "shm", "tcp", "nccl"] if "tcp" in why else ["tcp", "shm"])
+    assert [chosen.name, *rejected] == (
+        ["torch", "shm", "tcp", "push", "nccl"] if "tcp" in why else ["tcp", "shm"]
+    )
     for name, text in why.items():
         assert re.search(text, rejected[name]), rejected
     if chosen.name == "tcp":

@@ -10,6 +10,7 @@
 static const char NO_SHM[] = "shared memory needs Linux (memfd, futex)";
 static const char NO_TCP[] = "connections between ranks need Linux";
 static const char NO_NCCL[] = "NCCL needs Linux";
+static const char NO_PUSH[] = "memory of several GPUs needs Linux";
 
 static void probe_shm(spar_peer_info *info)
 {
@@ -24,6 +25,11 @@ static void probe_tcp(spar_peer_info *info)
 static void probe_nccl(spar_peer_info *info)
 {
     snprintf(info->no_nccl, sizeof info->no_nccl, "%s", NO_NCCL);
+}
+
+static void probe_push(spar_peer_info *info)
+{
+    snprintf(info->no_push, sizeof info->no_push, "%s", NO_PUSH);
 }
 
 static int shm_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
@@ -48,6 +54,17 @@ static int nccl_serves(const spar_peer_info *info, int world, int first_rank, co
     return 0;
 }
 
+static int push_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                       char *reason, size_t size)
+{
+    (void)info;
+    (void)world;
+    (void)first_rank;
+    (void)device;
+    snprintf(reason, size, "%s", NO_PUSH);
+    return 0;
+}
+
 static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
 {
     (void)comm;
@@ -59,6 +76,7 @@ const spar_transport spar_transport_torch = {
     .name = "torch", .serves = spar_torch_serves, .setup = torch_setup};
 const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
 const spar_transport spar_transport_tcp = {.name = "tcp", .probe = probe_tcp, .serves = spar_tcp_serves};
+const spar_transport spar_transport_push = {.name = "push", .probe = probe_push, .serves = push_serves};
 const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
 
 void spar_staging_stats(int64_t *peak, int64_t *total)

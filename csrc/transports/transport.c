@@ -11,7 +11,7 @@
 #error "define SPAR_VERSION, as setup.py does"
 #endif
 
-_Static_assert(sizeof(spar_peer_info) == 640 && sizeof(spar_setup_result) == 256, "they travel as bytes");
+_Static_assert(sizeof(spar_peer_info) == 736 && sizeof(spar_setup_result) == 256, "they travel as bytes");
 
 int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
                     size_t size)
@@ -56,7 +56,8 @@ void spar_hosts(const spar_peer_info *info, int world, int *hosts)
     }
 }
 
-extern const spar_transport spar_transport_shm, spar_transport_tcp, spar_transport_nccl, spar_transport_torch;
+extern const spar_transport spar_transport_shm, spar_transport_tcp, spar_transport_push, spar_transport_nccl,
+    spar_transport_torch;
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
 #endif
@@ -65,7 +66,8 @@ const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
 #endif
-    &spar_transport_shm,   &spar_transport_tcp, &spar_transport_nccl, &spar_transport_torch, NULL,
+    &spar_transport_shm,   &spar_transport_tcp,   &spar_transport_push,
+    &spar_transport_nccl,  &spar_transport_torch, NULL,
 };
 
 enum { ROWS = sizeof spar_transports / sizeof *spar_transports - 1 };

@@ -25,6 +25,7 @@ typedef struct {
     char no_shm[64];        /* why it has no endpoint */
     char no_tcp[64];        /* why it cannot connect to other hosts; empty: it can */
     char no_nccl[96];       /* why NCCL, or CUDA, cannot be used; empty: they can be opened */
+    char no_push[96];       /* why CUDA cannot be used; empty: it can be opened */
     uint64_t host[2];       /* the system, and its network; equal where processes may share memory */
     spar_core_set cores;    /* on which it may run */
 } spar_peer_info;
@@ -70,9 +71,19 @@ void spar_call_describe(const void *call, char *text, size_t size, spar_gathered
 
 /* What a rank has on its device. */
 typedef struct {
-    int ordinal; /* the device's number in this process */
-    void *comm;  /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
+    int ordinal;         /* the device's number in this process */
+    void *comm;          /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
+    const char *no_slot; /* why it has no memory that its peers could map; NULL: it has. For setup */
 } spar_native;
+
+/* The memory of each rank that all ranks can write to, at addresses of this process, whoever mapped it; or
+ * the reason why there is none. */
+typedef struct {
+    const char *none;
+    int64_t bytes;         /* of a rank's slot, the same on all */
+    const uint64_t *bases; /* [world] of the slots; multiples of 16 are fast */
+    const uint64_t *flags; /* [world] of `world` words of 32 bits each, which are 0 */
+} spar_slots;
 
 typedef struct spar_comm spar_comm;
 
@@ -98,6 +109,8 @@ typedef struct {
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
     /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */
     const char *(*broken)(const spar_comm *comm);
+    /* Whether a graph has one of its calls, and may be replayed after the close. A NULL slot: none has. */
+    int (*captured)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */
     void (*close)(spar_comm *comm);
 } spar_transport;
@@ -107,6 +120,7 @@ struct spar_comm {
     int world, rank;
     int local_ranks; /* the number of this job's ranks on this host */
     spar_native native;
+    spar_slots slots;     /* during `connect` */
     spar_peer_info *info; /* [world] */
     int *hosts;           /* [world] of each rank: see spar_hosts */
     unsigned char *far;   /* [world] whether a rank is on another host */

@@ -38,7 +38,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 name, reason, rejected = _choose(group, group.peer_info, device, refused)
                 channel = CHANNELS[name](group, device, op, deadline)
                 core = channel.core
-                failure = _connect(group, core, device, op, deadline) if core is not None else ""
+                failure = _connect(group, channel, core, device, op, deadline) if core is not None else ""
                 if not failure:
                     break
                 if channel.drop_core():
@@ -172,7 +172,9 @@ def _choose(
         raise
 
 
-def _connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
+def _connect(
+    group: GroupState, channel: Channel, core: _C.Comm, device: torch.device, op: str, deadline: float
+) -> str:
     """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
     group.connecting = core
     failure = "it raised"
@@ -181,7 +183,7 @@ def _connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, de
         failure = _failure(results)
         if not failure:
             group.progress = SHARED
-            core.connect(results, deadline)
+            core.connect(results, deadline, *channel.meet(deadline))
             group.progress = LOCAL
             rows = _all_gather(group, core.setup_result, "connected", op, device, deadline)
             failure = _failure(b"".join(rows))

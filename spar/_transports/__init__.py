@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch as _torch
 
 from .._control.state import GroupState
-from . import nccl, shm, torch
+from . import nccl, push, shm, torch
 from .channel import Channel
 
 # Each call is the first stage of a set-up, for a device of this rank and the operation that needs it.
 CHANNELS: dict[str, Callable[[GroupState, _torch.device, str, float], Channel]] = {
     "shm": shm.ShmChannel,
     "tcp": shm.TcpChannel,
+    "push": push.PushChannel,
     "nccl": nccl.NcclChannel,
     "torch": torch.TorchChannel,
 }

@@ -171,6 +171,7 @@ class PeerInfo(ctypes.Structure):
         ("no_shm", c_char * 64),
         ("no_tcp", c_char * 64),
         ("no_nccl", c_char * 96),
+        ("no_push", c_char * 96),
         ("host", c_uint64 * 2),
         ("cores", c_uint64 * 16),
     )
@@ -210,7 +211,11 @@ class Call(ctypes.Structure):
 
 
 class Native(ctypes.Structure):
-    _fields_ = (("ordinal", c_int), ("comm", c_void_p))
+    _fields_ = (("ordinal", c_int), ("comm", c_void_p), ("no_slot", c_char_p))
+
+
+class Slots(ctypes.Structure):
+    _fields_ = (("none", c_char_p), ("bytes", c_int64), ("bases", c_void_p), ("flags", c_void_p))
 
 
 class Comm(ctypes.Structure):
@@ -231,6 +236,7 @@ class Transport(ctypes.Structure):
         ("run", _CallFunction),
         ("wait", c_void_p),
         ("broken", c_void_p),
+        ("captured", c_void_p),
         ("close", c_void_p),
     )
 
@@ -241,6 +247,7 @@ Comm._fields_ = (
     ("rank", c_int),
     ("local_ranks", c_int),
     ("native", Native),
+    ("slots", Slots),
     ("info", POINTER(PeerInfo)),
     ("hosts", c_void_p),
     ("far", c_void_p),

@@ -387,6 +387,7 @@ class Transport:
 TRANSPORTS = {
     "shm": Transport(("cpu",)),
     "tcp": Transport(("cpu",)),
+    "push": Transport(("cuda",)),
     "nccl": Transport(("cuda",)),
     "torch": Transport(
         ("cpu", "cuda"),

@@ -40,6 +40,7 @@ assert found.name == "torch", found
 assert dict(found.rejected) == {
     "shm": "shared memory needs Linux (memfd, futex)",
     "tcp": "rank 0: connections between ranks need Linux",
+    "push": "memory of several GPUs needs Linux",
     "nccl": "NCCL needs Linux",
 }, found
 assert spar.memory_stats()["arena.cap_bytes"] == 0

@@ -40,9 +40,10 @@ static spar_status check_call(spar_nccl_state *s, const spar_call *call)
         return spar_fail(call->failed, "%s", call->why);
     if (!call->plan->pull)
         return spar_fail(SPAR_INTERNAL, "a plan without its pull side");
-    if (!s->own && !call->native)
+    if (!s->push && !s->own && !call->native)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is gone: was the group destroyed?");
-    return spar_pipeline_check(&s->pipeline, call);
+    return s->push ? spar_driver_capture(call->stream, &s->pipeline.capture)
+                   : spar_pipeline_check(&s->pipeline, call);
 }
 
 /* Publishes call n, or that this rank cannot make it, to the ranks of this host. */
@@ -83,12 +84,13 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     int captured = s->pipeline.capture != 0;
     SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline, captured));
     status = publish(s, n, call);
-    if (status == SPAR_OK && !s->own) /* the watchdog does not check torch's communicator */
+    if (status == SPAR_OK && !s->push && !s->own) /* the watchdog does not check torch's communicator */
         status = spar_nccl_check_async(comm, "an earlier call of NCCL");
     if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
         status = spar_watchdog_order(s->watchdog, call->stream); /* the watchdog's calls end in order */
     if (status == SPAR_OK) {
-        status = spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
+        status = s->push ? spar_push_run(s->push, call, captured)
+                         : spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
         spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
         status = reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
     }
@@ -104,7 +106,7 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
     return SPAR_OK;
 }
 
-static spar_status run(spar_comm *comm, spar_call *call)
+spar_status spar_nccl_run(spar_comm *comm, spar_call *call)
 {
     spar_nccl_state *s = comm->state;
     spar_entered before;
@@ -134,7 +136,7 @@ static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *byte
     return status;
 }
 
-static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
+spar_status spar_nccl_wait(spar_comm *comm, const spar_deadline *deadline)
 {
     spar_nccl_state *s = comm->state;
     spar_entered before;
@@ -146,7 +148,7 @@ static spar_status wait_for(spar_comm *comm, const spar_deadline *deadline)
     return status;
 }
 
-static const char *broken(const spar_comm *comm)
+const char *spar_nccl_broken(const spar_comm *comm)
 {
     const spar_nccl_state *s = comm->state;
     return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
@@ -165,7 +167,7 @@ static void *release_entered(void *context)
     return NULL;
 }
 
-static void close_comm(spar_comm *comm)
+void spar_nccl_close(spar_comm *comm)
 {
     spar_nccl_state *s = comm->state;
     comm->state = NULL;
@@ -186,8 +188,8 @@ const spar_transport spar_transport_nccl = {
     .setup = spar_nccl_setup,
     .connect = spar_nccl_connect,
     .prepare = prepare,
-    .run = run,
-    .wait = wait_for,
-    .broken = broken,
-    .close = close_comm,
+    .run = spar_nccl_run,
+    .wait = spar_nccl_wait,
+    .broken = spar_nccl_broken,
+    .close = spar_nccl_close,
 };

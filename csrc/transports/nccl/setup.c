@@ -33,6 +33,7 @@ void spar_nccl_release(void *state)
         return;
     if (s->has_pipeline)
         spar_pipeline_close(&s->pipeline);
+    spar_push_close(s->push);
     spar_ring_close(s->ring);
     spar_group_close(s->group);
     pthread_cond_destroy(&s->connected);
@@ -58,9 +59,7 @@ static uint32_t hash_host(void)
 
 static spar_status make(spar_nccl_state *s, const spar_native *native, token *own)
 {
-    spar_env_value most, check;
-    SPAR_TRY(spar_env_field("check", &check));
-    s->compare = strcmp(check.text, "0") != 0;
+    spar_env_value most;
     SPAR_TRY(spar_env_field("staging_max", &most));
     SPAR_TRY(spar_pipeline_open(&s->pipeline, s->world, s->rank, most.count));
     s->has_pipeline = 1;
@@ -85,12 +84,10 @@ static void open_ring(spar_nccl_state *s, const spar_comm *comm, int64_t *offset
         *offset = -1;
 }
 
-spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
+spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spar_nccl_state **state)
 {
-    token own = {0};
-    spar_entered before;
-    SPAR_TRY(spar_cuda_open());
-    SPAR_TRY(spar_nccl_open());
+    spar_env_value check;
+    SPAR_TRY(spar_env_field("check", &check));
     SPAR_TRY(spar_cuda_prepare(comm->native.ordinal));
     spar_nccl_state *s = calloc(1, sizeof *s);
     if (!s)
@@ -101,8 +98,20 @@ spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
     s->world = comm->world;
     s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
-    comm->state = s;
+    s->compare = strcmp(check.text, "0") != 0;
+    comm->state = *state = s;
     open_ring(s, comm, &result->offset);
+    return SPAR_OK;
+}
+
+spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
+{
+    token own = {0};
+    spar_entered before;
+    spar_nccl_state *s;
+    SPAR_TRY(spar_cuda_open());
+    SPAR_TRY(spar_nccl_open());
+    SPAR_TRY(spar_nccl_make_state(comm, result, &s));
     SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = make(s, &comm->native, &own);
     spar_cuda_leave(&before);
@@ -279,8 +288,8 @@ static spar_status agree_on_communicator(spar_nccl_state *s, const spar_setup_re
 }
 
 /* If one rank has no call ring, no rank uses it. */
-static spar_status connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
-                                const spar_deadline *deadline)
+spar_status spar_nccl_connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
+                                   const spar_deadline *deadline)
 {
     int all = s->ring != NULL;
     for (int rank = 0; rank < s->world; rank++)
@@ -315,18 +324,28 @@ static spar_status init_and_await(spar_nccl_state *s, const spar_deadline *deadl
     return status;
 }
 
+spar_status spar_nccl_watch(spar_nccl_state *s)
+{
+    const spar_watchdog_target what = {.comm = s->own,
+                                       .ordinal = s->ordinal,
+                                       .ring = s->ring,
+                                       .stop = s->push ? s->push->stop : NULL,
+                                       .release = spar_nccl_release,
+                                       .context = s};
+    return spar_watchdog_open(&what, &s->watchdog);
+}
+
 spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline)
 {
     spar_nccl_state *s = comm->state;
     spar_entered before;
     SPAR_TRY(agree_on_communicator(s, results));
-    SPAR_TRY(connect_ring(s, comm, results, deadline));
+    SPAR_TRY(spar_nccl_connect_ring(s, comm, results, deadline));
     SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_status status = init_and_await(s, deadline);
-    const spar_watchdog_target what = {s->own, s->ordinal, s->ring, spar_nccl_release, s};
     if (status == SPAR_OK)
-        status = spar_watchdog_open(&what, &s->watchdog);
+        status = spar_nccl_watch(s);
     spar_cuda_leave(&before);
     if (status != SPAR_OK && s->ring)
         spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());

@@ -4,6 +4,7 @@
 #define SPAR_NCCL_STATE_H
 
 #include "transports/nccl/pipeline.h"
+#include "transports/nccl/push.h"
 #include "transports/nccl/watchdog.h"
 #include "transports/transport.h"
 
@@ -17,7 +18,8 @@ typedef struct {
     spar_nccl_id id;
     spar_pipeline pipeline;
     int has_pipeline;
-    spar_group *group; /* joins the ranks if all are on one host; else NULL, as is its ring */
+    spar_push_state *push; /* moves the bytes; NULL: NCCL does */
+    spar_group *group;     /* joins the ranks if all are on one host; else NULL, as is its ring */
     spar_ring *ring;
     int compare;
     uint64_t calls;
@@ -37,6 +39,19 @@ typedef struct {
 spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result);
 spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline);
+
+/* Stages that other transports share: the state with its ring, in the first one; in the second one, the ring
+ * is connected on all ranks or dropped, and then the watchdog opened, with the device entered. */
+spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spar_nccl_state **state);
+spar_status spar_nccl_connect_ring(spar_nccl_state *state, spar_comm *comm, const spar_setup_result *results,
+                                   const spar_deadline *deadline);
+spar_status spar_nccl_watch(spar_nccl_state *state);
+
+/* Slots of each transport with this state. */
+spar_status spar_nccl_run(spar_comm *comm, spar_call *call);
+spar_status spar_nccl_wait(spar_comm *comm, const spar_deadline *deadline);
+const char *spar_nccl_broken(const spar_comm *comm);
+void spar_nccl_close(spar_comm *comm);
 
 /* Drops a reference to the state. The last one frees it; the device must be entered. */
 void spar_nccl_release(void *state);

@@ -62,6 +62,8 @@ static void fail_watchdog(spar_watchdog *w, spar_status status)
     w->ranks = *spar_last_error_ranks();
     snprintf(w->reason, sizeof w->reason, "%s", spar_last_error());
     __atomic_store_n(&w->status, status, __ATOMIC_RELEASE);
+    if (w->what.stop)
+        __atomic_store_n(w->what.stop, SPAR_STOPPED, __ATOMIC_RELEASE);
     if (w->what.ring)
         spar_ring_abort(w->what.ring, status, &w->ranks, w->reason);
     pthread_cond_broadcast(&all.changed);
@@ -86,6 +88,17 @@ static spar_status check_nccl(spar_watchdog *w)
     if (!w->what.comm) /* torch's, or about to be freed */
         return SPAR_OK;
     return spar_nccl_check_async(w->what.comm, "an earlier call of NCCL");
+}
+
+/* A kernel's own limit: replays of graphs are not watched otherwise. */
+static spar_status check_stop(const spar_watchdog *w)
+{
+    uint32_t value = w->what.stop ? __atomic_load_n(w->what.stop, __ATOMIC_ACQUIRE) : 0;
+    if (!value || value == SPAR_STOPPED)
+        return SPAR_OK;
+    return spar_fail_rank(
+        SPAR_TIMEOUT, (int)value - 1,
+        "on the GPU, rank %d did not send its part of a call or of a graph's replay in time", (int)value - 1);
 }
 
 static spar_status check_limits(const spar_watchdog *w)
@@ -117,6 +130,8 @@ static void poll_once(spar_watchdog *w)
         status = spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
     if (status == SPAR_OK && under_way)
         status = check_limits(w);
+    if (status == SPAR_OK)
+        status = check_stop(w);
     if (status != SPAR_OK)
         fail_watchdog(w, status);
 }

@@ -17,10 +17,14 @@
 
 typedef struct spar_watchdog spar_watchdog;
 
+/* What a broken watchdog writes to the word that ends waits. */
+static const uint32_t SPAR_STOPPED = UINT32_MAX;
+
 typedef struct {
     struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
     int ordinal;           /* device */
     spar_ring *ring;       /* NULL: the ranks are not all on one host */
+    uint32_t *stop;        /* atomic; ends the waits of a push, or one has set it (kernels.cu); NULL: none */
     /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device
      * entered. */
     void (*release)(void *context);

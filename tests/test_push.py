@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The push transport without a GPU: all operations and injected faults, over stand-in libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_ranks, standins
+from helpers.push_ranks import over_push
+from helpers.tables import EXCHANGES
+from test_nccl import cells_of, large_cells
+
+WORLDS = (2, 3, 4)
+SLOT = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    """Ranks that have loaded the stand-ins, for all tests of the module."""
+    folder = standins.built()
+    ranks = Ranks(
+        WORLDS, {"XDG_CACHE_HOME": str(folder / "cache")}, [folder / name for name in standins.NAMES]
+    )
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("slot", [4096, SLOT])  # many rounds, or one
+def test_all_ops(gpus: Ranks, world: int, slot: int) -> None:
+    """Uneven shapes, all item sizes, strided inputs, factors."""
+    cells = [cell for op in EXCHANGES for seed in range(6) for cell in cells_of(op, world, seed)]
+    (reason,) = set(gpus(world, over_push, slot, push_ranks.check_cells, cells))
+    assert reason == "all ranks on this host can write to each other's GPUs"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_large_blocks(gpus: Ranks, world: int) -> None:
+    gpus(world, over_push, SLOT, push_ranks.check_cells, large_cells(world))
+
+
+def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
+    gpus(3, over_push, SLOT, nccl_ranks.check_streams)
+
+
+def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, nccl_in_flight.check_side_stream)
+
+
+@pytest.mark.parametrize("slot", [1024, SLOT])
+def test_graph_replays_read_current_inputs(gpus: Ranks, slot: int) -> None:
+    gpus(3, over_push, slot, nccl_ranks.check_capture, SLOT)
+
+
+def test_absent_rank_times_out(gpus: Ranks) -> None:
+    gpus(3, over_push, SLOT, nccl_faults.check_absent)
+
+
+def test_death_of_a_peer_is_detected_early(gpus: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 3:\nthe process is gone"):
+        gpus(3, over_push, SLOT, nccl_faults.check_death, str(tmp_path), "before it")
+    assert {path.name: float(path.read_text()) < 2.0 for path in tmp_path.iterdir()} == {
+        "1": True,
+        "2": True,
+    }
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_mismatch_is_reported_on_all_ranks(gpus: Ranks, late: int) -> None:
+    gpus(3, over_push, SLOT, nccl_faults.check_disagreement, late)
+
+
+def test_normal_exit_of_a_peer_is_no_error(gpus: Ranks) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"^rank 2 of 3:\nthe process is gone") as caught:
+        gpus(3, over_push, SLOT, nccl_faults.check_end)
+    assert "rank 1" not in str(caught.value)
+
+
+CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
+    (3, nccl_faults.check_gathered_sizes),
+    (2, nccl_faults.check_unchecked),
+    (3, nccl_faults.check_failures),
+    (3, nccl_faults.check_own_failure),
+    (3, nccl_faults.check_interrupt),
+    (2, nccl_faults.check_far_ahead),
+    (3, push_ranks.check_closed),
+    (3, push_ranks.check_absent_replay),
+)
+
+
+@pytest.mark.parametrize(("world", "check"), CHECKS, ids=[check.__name__ for _, check in CHECKS])
+def test_reports_between_ranks(gpus: Ranks, world: int, check: Callable[..., None]) -> None:
+    gpus(world, over_push, SLOT, check)
+
+
+@pytest.mark.parametrize("stage", ["__init__", "meet"])
+def test_failure_in_set_up_falls_back_on_all_ranks(gpus: Ranks, stage: str) -> None:
+    gpus(3, over_push, SLOT, push_ranks.check_fall_back, stage)
