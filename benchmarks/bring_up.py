@@ -89,6 +89,9 @@ STAGES = (
         KIT,
         needs=(kit.PACKAGE, kit.LOOP),
     ),
+    Stage(
+        "push", "Operations between ranks over push", "stages/push.py", KIT, needs=(kit.PACKAGE,), shares=True
+    ),
     Stage("host", "NCCL with one rank", "stages/host.py", limit=60),
     Stage("lifetime", "What ends when", "stages/lifetime.py", KIT, 150),
     Stage("p2p", "What a peer-to-peer transport needs", "stages/p2p.py", KIT, 60, (kit.CORE,)),

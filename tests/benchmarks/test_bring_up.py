@@ -76,7 +76,7 @@ def results(out: Path) -> dict[str, dict[str, Any]]:
 def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in standins.environment(built_driver(), OMP_NUM_THREADS="1").items():
         monkeypatch.setenv(name, value)
-    over = {"check", "kernels", "loop", "host", "p2p"}
+    over = {"check", "kernels", "loop", "push", "host", "p2p"}
     stages = [
         dataclasses.replace(stage, arguments=(*stage.arguments, "--stand-ins"))
         if stage.name in over
