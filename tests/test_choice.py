@@ -122,6 +122,7 @@ def test_push_requires_cuda_on_each_rank_of_one_host() -> None:
     ranks = make_info()
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
+    ranks[0].no_nccl = b"no libnccl"
     assert Choice(ranks, "cuda").name == "push"
     ranks[2].host[0] = 5
     assert Choice(ranks, "cuda").rejected["push"] == "ranks 0 and 2 are on different hosts"

@@ -56,7 +56,7 @@ void spar_hosts(const spar_peer_info *info, int world, int *hosts)
     }
 }
 
-extern const spar_transport spar_transport_shm, spar_transport_tcp, spar_transport_push, spar_transport_nccl,
+extern const spar_transport spar_transport_shm, spar_transport_tcp, spar_transport_nccl, spar_transport_push,
     spar_transport_torch;
 #ifdef SPAR_LOCAL
 extern const spar_transport spar_transport_local;
@@ -66,8 +66,8 @@ const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
 #endif
-    &spar_transport_shm,   &spar_transport_tcp,   &spar_transport_push,
-    &spar_transport_nccl,  &spar_transport_torch, NULL,
+    &spar_transport_shm,  &spar_transport_tcp,   &spar_transport_nccl,
+    &spar_transport_push, &spar_transport_torch, NULL,
 };
 
 enum { ROWS = sizeof spar_transports / sizeof *spar_transports - 1 };
