@@ -8,23 +8,23 @@ all_to_all_single, permute, where the process group's backend can do that, and a
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gpu_ops
+import gpu_ranks
 import torch
 import torch.distributed as dist
 from gpu_ops import MIB, check, microseconds
-from report import FAILED, Report, stage
+from report import Report, stage
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import spar
 from spar._commands.bench import formulations
@@ -107,21 +107,18 @@ def times(device: torch.device, report: Report) -> None:
     report.figure("us", found)
 
 
-def run(rank: int, world: int, store: str, data: str | None) -> None:
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", rank % gpus)
-    torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if gpus >= world else "gloo"
+def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+    device, gpus = gpu_ranks.device_of("cuda", rank), torch.cuda.device_count()
     limit = datetime.timedelta(seconds=LIMIT_S)
-    dist.init_process_group(backend, f"file://{store}", limit, rank=rank, world_size=world)
-    report = Report(data if rank == 0 else None, rank == 0)
+    dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
+    report = Report(options.data if rank == 0 else None, rank == 0)
     begin = time.monotonic()
     spar.init(None, device)
     report.figure("set_up_s", time.monotonic() - begin)
     transport = spar.transport(None, device)
     check(transport.name == "push", str(transport))
     name = torch.cuda.get_device_name(device)
-    report.say(f"{name} x {gpus}, {world} ranks, torch {torch.__version__}, backend {backend}.")
+    report.say(f"{name} x {gpus}, {world} ranks, torch {torch.__version__}, backend {options.backend}.")
     steps: dict[str, Callable[[], Any]] = {
         "All operations are correct, forward and backward.": lambda: gpu_ops.check_operations(device),
         "Replays of CUDA graphs are correct.": lambda: gpu_ops.check_graph(device),
@@ -152,16 +149,9 @@ def main() -> int:
     os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
     if world > torch.cuda.device_count():
         os.environ |= FAR_APART
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(run, (world, f"{folder}/store", options.data), nprocs=world)
-        except ProcessRaisedException as error:
-            print(f"push: wrong:\n{error}", file=sys.stderr)
-            return FAILED
-        except ProcessExitedException as error:
-            print(f"push: {error}", file=sys.stderr)
-            return 128 - error.exit_code if error.exit_code < 0 else FAILED
-    return report.status()
+    options.device, options.ranks = "cuda", None
+    options.backend = "nccl" if world <= torch.cuda.device_count() else "gloo"
+    return gpu_ranks.start(run, options, "push", shares_gpus=True)
 
 
 if __name__ == "__main__":
