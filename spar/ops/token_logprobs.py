@@ -15,7 +15,6 @@ from .._exchange.grad_scale import NOT_GIVEN, GradScale
 from .._group.group import Call
 from ..sequence_layout import SequenceLayout
 from .samples import check_shard, split_samples
-from .vocabulary import token_logprobs_of
 
 _NAME = "token_logprobs"
 _GATHERS = (None, "sequence", "samples")
@@ -102,6 +101,8 @@ def token_logprobs(
             raise call.error("temperature", temperature, "a number above 0")
         if gather not in _GATHERS:
             raise call.error("gather", repr(gather), '"sequence", "samples" or None')
+        from .vocabulary import token_logprobs_of  # defines ops for torch: 4 ms of the import of spar
+
         results = token_logprobs_of(x, weight, bias, labels, float(temperature), ignore_index)
         if gather is None:
             return results
