@@ -4,7 +4,8 @@
     python benchmarks/hosts.py
 
 As root: it makes the hosts, network namespaces of this machine, and starts the ranks on them. The namespaces
-are gone when it ends. Their links have the speed of memory copies; --delay adds the latency of a network.
+are gone when it ends. Their links have the speed of memory copies; --delay adds the latency of a network, and
+--rate limits it to a network's speed.
 
 A figure is the time of one call: the median, over the turns, of what the slowest rank takes for three calls
 after a barrier. torch is the usual code: permute, all_to_all_single, permute; all_gather and reduce_scatter
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import documents
 import namespaces
 import torch
 import torch.distributed as dist
@@ -72,8 +74,20 @@ def parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--delay", default="", metavar="TIME", help="of each packet, such as 100us; by tc netem"
     )
+    parser.add_argument(
+        "--rate", default="", metavar="RATE", help="bits per second to each host, such as 10gbit; by tc tbf"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="TOKENS",
+        help="instead time a step of attention over documents of so many tokens, by layout",
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="for each operation and size (2)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.delay and options.rate:
+        parser.error("--delay and --rate: expected one of them")
+    return options
 
 
 # ---- on the ranks ----
@@ -124,6 +138,30 @@ def measure(options: Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    rows = time_documents(options) if options.documents else time_operations(options, rank, world)
+    if rank == 0:
+        print(table(rows, tuple(range(1, len(rows[0])))))
+        place = f"{options.hosts} hosts of {options.ranks} ranks on {len(os.sched_getaffinity(0))} cores"
+        network = ", ".join(
+            f"{name} {value}" for name in ("delay", "rate") if (value := getattr(options, name))
+        )
+        parts = (place, network or "no delay", spar.transport().name, "float32", f"torch {torch.__version__}")
+        print(", ".join(map(str, parts)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_documents(options: Namespace) -> list[list[str]]:
+    ways = documents.steps(options.documents)
+    turns = [[step() for step in ways.values()] for _ in range(TURNS + 1)][1:]
+    times = [statistics.median(column) for column in zip(*turns, strict=True)]
+    rows = [["layout, method", "step", "times faster than packed by ulysses"]]
+    for name, spent in zip(ways, times, strict=True):
+        rows.append([name, time_text(spent), f"{times[0] / spent:.2f} x"])
+    return rows
+
+
+def time_operations(options: Namespace, rank: int, world: int) -> list[list[str]]:
     torch.manual_seed(rank)
     rows = [["operation", "size", "torch", "spar", "times faster"]]
     for bytes_ in options.sizes:
@@ -132,13 +170,7 @@ def measure(options: Namespace) -> None:
                 sys.exit(f"rank {rank}: the results of {name} for {bytes_} bytes differ")
             own, usual = medians((ours, theirs), options.seconds)
             rows.append([name, size_text(bytes_), time_text(usual), time_text(own), f"{usual / own:.1f} x"])
-    if rank == 0:
-        print(table(rows, (1, 2, 3, 4)))
-        place = f"{options.hosts} hosts of {options.ranks} ranks on {len(os.sched_getaffinity(0))} cores"
-        delay = f"{options.delay} of delay" if options.delay else "no delay"
-        print(f"{place}, {delay}, {spar.transport().name}, float32, torch {torch.__version__}")
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
 
 
 # ---- the hosts ----
@@ -152,12 +184,14 @@ def start(options: Namespace, arguments: Sequence[str]) -> int:
     processes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(namespaces.Network(options.hosts))
-        if options.delay:
-            try:
+        try:
+            if options.delay:
                 network.delay(options.delay)
-            except RuntimeError as error:
-                print(error, file=sys.stderr)
-                return 2
+            if options.rate:
+                network.limit(options.rate)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 2
         for rank in range(options.hosts * options.ranks):
             host, local_rank = divmod(rank, options.ranks)
             place = {

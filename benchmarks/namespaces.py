@@ -89,16 +89,24 @@ class Network:
         Raises:
             RuntimeError: tc or the kernel lacks netem.
         """
+        self._shape(f"delay packets by {text}", "netem", "delay", text)
+
+    def limit(self, rate: str) -> None:
+        """Limit the way to each host to a rate such as "10gbit", in bits per second.
+
+        Raises:
+            RuntimeError: tc or the kernel lacks tbf.
+        """
+        self._shape(f"limit the rate to {rate}", "tbf", "rate", rate, "burst", "1mb", "latency", "100ms")
+
+    def _shape(self, what: str, kind: str, *arguments: str) -> None:
         if not shutil.which("tc"):
-            raise RuntimeError("a delay needs tc (Debian: iproute2)")
+            raise RuntimeError(f"to {what} needs tc (Debian: iproute2)")
         for host in range(len(self.addresses)):
-            delay = ("tc", "qdisc", "add", "dev", f"host{host}", "root", "netem", "delay", text)
-            command = ["nsenter", f"--net={self._path(0)}", *delay]
-            done = subprocess.run(command, capture_output=True, text=True)
+            command = ["nsenter", f"--net={self._path(0)}", "tc", "qdisc", "add", "dev", f"host{host}"]
+            done = subprocess.run([*command, "root", kind, *arguments], capture_output=True, text=True)
             if done.returncode != 0:
-                raise RuntimeError(
-                    f"tc cannot delay packets by {text} (kernel module sch_netem): {done.stderr}"
-                )
+                raise RuntimeError(f"tc cannot {what} (kernel module sch_{kind}): {done.stderr}")
 
     def close(self) -> None:
         while self._namespaces:
