@@ -240,6 +240,7 @@ def test_hosts_bench_reads_its_arguments(capsys: pytest.CaptureFixture[str]) -> 
     assert options.sizes == [2048, 96, 32 << 20]
     assert hosts.parse([]).sizes == [2 << 10, 32 << 10, 512 << 10, 4 << 20]
     for wrong in (
+        ["--delay", "1ms", "--rate", "1gbit"],
         ["--sizes", "2X"],
         ["--sizes", "0"],
         ["--sizes", "MB"],
@@ -265,6 +266,21 @@ def test_hosts_bench_times_exchanges_between_hosts() -> None:
     assert names == ["operation", "all_to_all", "all_gather", "reduce_scatter", "2"]
     assert all(re.search(r" \d+\.\d x$", line) for line in lines[1:4])
     assert lines[4].startswith("2 hosts of 1 ranks on ")
+
+
+@pytest.mark.skipif(hosts.namespaces.unavailable() != "", reason=hosts.namespaces.unavailable())
+def test_hosts_bench_times_documents_by_layout() -> None:
+    program = (sys.executable, str(BENCHMARKS / "hosts.py"))
+    lines = run(*program, "--ranks", "1", "--documents", "700", "--rate", "1gbit").splitlines()
+    rows = [line.split("  ")[0] for line in lines[1:-1]]
+    assert rows == [
+        "packed, ulysses",
+        "packed, gather",
+        "packed, ring",
+        "balanced, default",
+        "balanced, ring",
+    ]
+    assert lines[1].endswith("1.00 x") and "rate 1gbit, tcp" in lines[-1], lines
 
 
 @pytest.mark.skipif(hosts.namespaces.unavailable() != "", reason=hosts.namespaces.unavailable())
