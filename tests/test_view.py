@@ -318,3 +318,47 @@ def check_flex_attention(rank: int, world: int, group: Group) -> None:
 def test_flex_attention_is_exact(ranks: Ranks, world: int) -> None:
     """Of 3 heads 4 ranks have none for one."""
     ranks(world, check_flex_attention)
+
+
+class Causal(torch.nn.Module):
+    """Convolutions as of state spaces: padded on both sides, and cut to the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((4, 1), (2, 1), (3, 2))  # spans and dilations
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Conv1d(6, 6, span, groups=6, padding=(span - 1) * step, dilation=step)
+            for span, step in shapes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x.mT))[..., : x.size(1)].mT
+        return x
+
+
+def check_causal(rank: int, world: int, group: Group) -> None:
+    """No convolution runs whole, also where ranks have fewer tokens than one reaches back."""
+    for tokens in (37, 2 * world, world):
+        torch.manual_seed(tokens)
+        model = Causal().double()
+        x = torch.randn(2, tokens, 6, dtype=torch.float64)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        parts = Parts(group, world, rank)
+        view = View(parts, strict=True)
+        view.blocks = 1  # where strict holds
+        part = parts.shard(ours, parts.part(1, (tokens,)))
+        with view:
+            y = model(part)
+        y = parts.gather(y)
+        expected = model(theirs)
+        assert torch.allclose(y, expected, rtol=0, atol=1e-12), tokens
+        (gradient,) = torch.autograd.grad(y.square().sum(), ours)
+        dist.all_reduce(gradient, group=group)
+        (wanted,) = torch.autograd.grad(expected.square().sum(), theirs)
+        assert torch.allclose(gradient / world, wanted, rtol=0, atol=1e-11), tokens
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_causal_convolutions_run_on_tokens(ranks: Ranks, world: int) -> None:
+    ranks(world, check_causal)

@@ -143,6 +143,9 @@ def _convolve(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     weight = torch.linspace(-1, 1, channels * span, dtype=x.dtype).view(channels, 1, span)
     if rng.random() < 0.5:
         return F.conv1d(x, weight, padding=span // 2, stride=rng.choice([1, 1, 2]), groups=channels)
+    if rng.random() < 0.5:
+        causal = F.conv1d(x, weight, padding=span - 1, groups=channels)
+        return causal[..., : x.size(-1)] if rng.random() < 0.7 else causal
     mode = rng.choice(["constant", "replicate", "reflect"])
     return F.conv1d(F.pad(x, (span // 2, (span - 1) // 2), mode=mode), weight, groups=channels)
 

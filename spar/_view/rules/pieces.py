@@ -149,6 +149,11 @@ def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
     start, stop, step = entry.indices(part.whole)
     if (start, stop, step) == (0, part.whole, 1):
         return slice(None), part
+    before, behind = part.padding
+    if part.is_padded and part.outer == 1 and (start, stop, step) == (before, part.whole - behind, 1):
+        begin = 0 if part.parts.rank else before
+        plain = part.parts.part(part.dim, part.lengths, 1, part.inner)
+        return slice(begin, begin + part.held * part.inner), plain
     found = part.between(start, stop) if step == 1 and part.is_plain else None
     if found is None:
         return None

@@ -70,7 +70,7 @@ def convolution(call: FunctionCall) -> Plan | None:
     if found is None:
         return None
     result, before, after = found
-    run = _convolved(call.function, part, window, before, after)
+    run = _convolved(call.function, part, window, before, after, result.padding[1])
     return Plan(result, moves_to(call, [(x, part)]), run=run, work=shared(amount, part))
 
 
@@ -97,20 +97,24 @@ def _halo(part: Part, window: _Window) -> tuple[Part, int, int] | None:
     """Return the part of a convolution's result, and how many rows it needs around each rank's.
 
     The result has one row for each `stride` rows, without those of padding: then a rank's rows of it are of
-    its own rows. Below 0 are rows that it does not need.
+    its own rows. Below 0 are rows that it does not need. A causal convolution has more: rows behind the
+    tokens, which models cut off, become padding of the result.
     """
     if part.rows is None or part.inner % window.stride or not part.tokens:
         return None
     before, behind = (side + window.padding for side in part.padding)
     after = window.span - window.stride - before
-    if not 0 <= behind - after < window.stride:
-        return None
-    return part.parts.part(part.dim, part.lengths, 1, part.inner // window.stride), before, after
+    more = behind - after
+    result = part.parts.part(part.dim, part.lengths, 1, part.inner // window.stride)
+    if window.stride == 1 and more > 0 and after >= 0 and not part.is_padded:
+        return result.padded(0, more), before, after
+    return (result, before, after) if 0 <= more < window.stride else None
 
 
 def _convolved(
-    function: Callable[..., Tensor], part: Part, window: _Window, before: int, after: int
+    function: Callable[..., Tensor], part: Part, window: _Window, before: int, after: int, more: int
 ) -> Callable[..., Tensor]:
+    """Return what convolves a rank's rows; more: rows of the result behind those of the last rank's."""
     layout, dim, rank = part.rows, part.dim, part.parts.rank
     assert layout is not None
     start = 0 if rank else part.padding[0]
@@ -138,6 +142,8 @@ def _convolved(
         if x is None:
             x = layout.halo(input, before, dim, max(after, 0)) if before or after > 0 else input
             x = x.narrow(dim, start, rows)
+        if more and rank == part.last:
+            x = torch.cat([x, x.new_zeros([*x.shape[:dim], more, *x.shape[dim + 1 :]])], dim)
         return on_rows(convolved, x, dim, window.span)
 
     return run
