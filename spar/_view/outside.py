@@ -28,6 +28,8 @@ from .view import View, current_view, without_view
 _IDENTITIES = ("torch.distributed.",)
 # Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
 # a dict.
+# They compute each element from that of their input, as their code shows.
+_BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
 _RECOMPUTED = "_checkpoint_without_reentrant_generator"
 _RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
 
@@ -96,6 +98,9 @@ def _apply(own: Any) -> Callable[..., Any]:
         if not _has_parts(args, kwargs):  # it may run blocks, which backward runs again, outside of the view
             with without_view():
                 return call(cls, *args, **kwargs)
+        if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT:
+            with without_view():
+                return mark(call(cls, *args, **kwargs), part_of(args[0]))
         return view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
 
     return apply

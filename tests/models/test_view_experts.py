@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of transformers under spar.shard_model: a rank computes its own rows, by each kernel."""
+"""What treats each row or element alone under spar.shard_model: experts of transformers, by each kernel."""
 
 from __future__ import annotations
 
@@ -97,6 +97,21 @@ def check_uses(rank: int, world: int, group: Group) -> None:
     forward = type(model.model.layers[0].mlp.experts).forward
     spar.unshard_model(model)
     assert model.model.layers[0].mlp.experts.forward.__func__ is forward
+
+
+def check_gelu(rank: int, world: int, group: Group) -> None:
+    """Bloom's autograd Function computes each element alone."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=53)
+    model = transformers.BloomForCausalLM(config)
+    whole = copy.deepcopy(model)
+    report = spar.shard_model(model, group, strict=True)
+    check_equal(model, whole, tokens(29), group, "bloom")
+    assert report.share < (29 // world + 2) / 29 and not report.functions, str(report)
+
+
+def test_functions_of_single_elements(pool: Ranks) -> None:
+    pool(2, check_gelu)
 
 
 def test_uses_of_experts(pool: Ranks) -> None:
