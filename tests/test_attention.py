@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 import spar
 from spar import SequenceLayout
-from spar._attention import ring
+from spar._attention import blocks as block_finder, ring
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.rounds import round_of
-from spar._exchange.layouts import Layout, even, extent, packed, zigzag
+from spar._exchange.layouts import Layout, even, extent, packed, shards, zigzag
 from spar._group.registry import group_of
 from spar.ops.heads import heads_of_ranks, layers_of
 
@@ -300,6 +300,19 @@ def test_ring_sends_the_keys_that_are_attended_to(
             assert documents or received == max([block.key + block.keys for block in blocks], default=1)
             assert ((0, received),) == rounds[rank - step].shifts[step - 1].parts
             assert ((0, extent(shift.gradient[1 + shift.gradient[0] :], 4, rank)),) == shift.parts
+
+
+def test_runs_of_a_document_are_paired_with_its_own_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else plans of many documents take seconds, which grow with their square."""
+    pair, calls = block_finder._pair, [0]
+
+    def counted(*arguments: Any) -> list[block_finder.Block]:
+        calls[0] += 1
+        return pair(*arguments)
+
+    monkeypatch.setattr(block_finder, "_pair", counted)
+    runs = [run for run in shards(packed(0, 500, [3] * 500), 3)[1] if run.size]
+    assert len(block_finder.blocks_of(runs, runs, True, True, True)) == calls[0] == len(runs) == 500
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:

@@ -50,17 +50,25 @@ def blocks_of(
         documents: whether a query attends to the keys of its own packed document only.
         joined: whether blocks may span runs that are apart in the sequence: there is no mask to slice.
     """
+    held: dict[int, list[tuple[int, Piece]]] = {}
+    key = 0
+    for key_run in keys:
+        held.setdefault(key_run.sequence if documents else 0, []).append((key, key_run))
+        key += key_run.size
     blocks: list[Block] = []
-    query = 0
+    # Of one document: blocks of others have other keys, and the time must not grow with their square.
+    part: list[Block] = []
+    query = number = 0
     for run in queries:
+        if documents and run.sequence != number:
+            blocks += _merged(part, 0) if joined else part
+            part, number = [], run.sequence
         row: list[Block] = []
-        key = 0
-        for key_run in keys:
-            row += _pair(run, key_run, query, key, causal, documents)
-            key += key_run.size
-        blocks += _merged(row, 2) if joined else row
+        for key, key_run in held.get(number, ()):
+            row += _pair(run, key_run, query, key, causal)
+        part += _merged(row, 2) if joined else row
         query += run.size
-    return _merged(blocks, 0) if joined else blocks
+    return blocks + (_merged(part, 0) if joined else part)
 
 
 def own_block(runs: Sequence[Piece]) -> list[Block]:
@@ -102,9 +110,9 @@ def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
     return 1 if needed == 0 and size > 0 else needed
 
 
-def _pair(run: Piece, key_run: Piece, query: int, key: int, causal: bool, documents: bool) -> list[Block]:
+def _pair(run: Piece, key_run: Piece, query: int, key: int, causal: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
-    if run.size == 0 or key_run.size == 0 or (documents and run.sequence != key_run.sequence):
+    if run.size == 0 or key_run.size == 0:
         return []
     if not causal or key_run.start + key_run.size <= run.start:
         return [Block(query, run.size, key, key_run.size, False, run.start, key_run.start)]
