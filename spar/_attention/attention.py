@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, cast
 
 import torch
 
 from .._exchange.arguments import Arguments, ranks_of
 from .._group.group import Call, Group
+from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .methods import gathered, hybrid, round_the_ring, ulysses
@@ -159,6 +161,35 @@ def attention(
         return _attend(*arguments, weights, scale, None, groups)
 
 
+def chosen_method(layouts: tuple[SequenceLayout, SequenceLayout | None], heads: int) -> str:
+    """Return the method where the caller names none: "hybrid" for q, k and v of one hybrid layout."""
+    queries, keys = layouts
+    if queries.kind == "hybrid" and keys == queries:
+        return "hybrid"
+    exchanges_heads = heads >= place_of(queries.group).world and keys is not None
+    return "ulysses" if exchanges_heads and queries.kind != "balanced" else "gather"
+
+
+def exchanges_only(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: SequenceLayout,
+    *,
+    causal: bool,
+    mask: Spans | None,
+    window: tuple[int | None, int | None] | None,
+    method: str | None,
+    groups: tuple[Any, Any] | None = None,
+) -> torch.Tensor:
+    """Check and exchange as `attention` does, and return zeros: nothing is computed.
+
+    groups: of ulysses, and of the ring around it, for a hybrid layout and method None.
+    """
+    weights = Weights(causal, None, mask, window, None, cast(float, None), None, 0.0, None, None)
+    return _attend(q, k, v, (layout, layout), (1, 2), weights, None, method, groups, computes=False)
+
+
 def _until_next(exchanges: int) -> int:
     """Return how many exchanges of this rank its peers wait for, if it fails in a forward of so many.
 
@@ -179,16 +210,19 @@ def _attend(
     scale: float | None,
     method: str | None,
     groups: tuple[Any, Any] | None = None,
+    computes: bool = True,
 ) -> torch.Tensor:
-    """Check all arguments but the layouts, and attend; groups: of ulysses, and of the ring around it."""
+    """Check all arguments but the layouts, and attend.
+
+    groups: of ulysses, and of the ring around it. computes: as of Problem.
+    """
     queries, keys = layouts
     waited = 2 if groups else int(keys is not None)
     group = groups[0] if groups else queries.group
     with Arguments("attention", q, group, "q", _until_next(waited)) as call:
-        problem = checked(call, k, v, layouts, dims, weights, scale)
+        problem = replace(checked(call, k, v, layouts, dims, weights, scale), computes=computes)
         if method is None and groups is None:
-            exchanges_heads = problem.inputs.heads >= call.world and keys is not None
-            method = "ulysses" if exchanges_heads and not problem.inputs.listed else "gather"
+            method = chosen_method(layouts, problem.inputs.heads)
         if method not in _METHODS and groups is None:
             raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
         mask = problem.weights.mask

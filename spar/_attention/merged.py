@@ -103,7 +103,7 @@ class Merged:
         """Return the output, 0 for a query without keys, and the log-sum-exp."""
         if self._merged is not None:
             return self._merged
-        (batch, heads, queries, _), device = self._q.shape, self._q.device
+        batch, heads, queries, _ = self._q.shape
         dtype = accumulated(self._q.dtype)
-        out = torch.zeros(batch, queries, heads, self._width, dtype=dtype, device=device).transpose(1, 2)
-        return out, torch.full((batch, heads, queries), -torch.inf, dtype=dtype, device=device)
+        out = self._q.new_zeros(batch, queries, heads, self._width, dtype=dtype).transpose(1, 2)
+        return out, self._q.new_full((batch, heads, queries), -torch.inf, dtype=dtype)

@@ -112,7 +112,7 @@ def _scattered(problem: Problem, dims: Dims) -> Part:
 def _whole(problem: Problem, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's heads over the whole sequence."""
     inputs, weights = problem.inputs, problem.weights
-    if _is_empty(*part.tensors):
+    if _is_empty(problem, *part.tensors):
         return _nothing(problem, part)
     if weights.uses_spans:
         if torch.compiler.is_compiling():
@@ -185,9 +185,9 @@ def _by_tiles(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequenc
     return torch.cat(outs, 2)
 
 
-def _is_empty(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the output has no items, or there are no keys; q and k may have no width."""
-    return 0 in (*q.shape[:3], v.size(3), k.size(2))
+def _is_empty(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing is to be computed: no items, no keys, exchanges alone; q and k may have no width."""
+    return not problem.computes or 0 in (*q.shape[:3], v.size(3), k.size(2))
 
 
 def _nothing(problem: Problem, part: Part) -> Tensor:
@@ -276,7 +276,7 @@ def _by_halo(problem: Problem, part: Part) -> Tensor:
         halo = halo_of(part.scores.spans, inputs.queries, inputs.keys, call.world, call.rank)
         k, v = gather_pieces(call, halo.plan, (k, v), 2, problem.note)
         held = list(halo.held)
-    if _is_empty(q, k, v):
+    if _is_empty(problem, q, k, v):
         return _nothing(problem, part._replace(tensors=(q, k, v)))
     return _by_spans(problem, part._replace(tensors=(q, k, v)), runs, held)
 
@@ -289,7 +289,7 @@ def _by_documents(problem: Problem, part: Part) -> Tensor:
     note = f"{problem.note}, {found.note}" if problem.note else found.note
     gathered = gather_pieces(call, found.plan, (k, v), 2, note)
     whole = part._replace(tensors=(q, gathered[0], gathered[1]))
-    if _is_empty(q, k, v):
+    if _is_empty(problem, q, k, v):
         return _nothing(problem, whole)
     if weights.blockwise:
         return _attend_locally(problem, part, found.round, *gathered)
@@ -309,7 +309,7 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
     """Return the attention [B, H, S, E] of this rank's queries to all keys."""
     call, inputs, weights = problem.call, problem.inputs, problem.weights
     q, k, v = part.tensors
-    if _is_empty(q, k, v):
+    if _is_empty(problem, q, k, v):
         return _nothing(problem, part)
     if weights.uses_spans:
         return _in_graph(problem, part, ALONE, numbers_of(inputs.queries, 0), call.world, call.rank)
@@ -390,6 +390,8 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
         # Symbolic ints have no hash.
         make = round_of if compiles else cached_round
         round_ = make(numbers, world, rank, weights.causal, layout.is_packed, part.mask is None)
+    if not problem.computes:
+        round_ = round_.without_blocks()
     ring = Ring(place, round_, part.scores, place, backward_exchanges(round_), problem.note)
     return attend_round(ring, *part.tensors, part.mask, part.sinks)
 

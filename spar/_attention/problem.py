@@ -115,13 +115,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class Problem:
-    """One checked call. note: what ranks compare besides shapes and layouts."""
+    """One checked call.
+
+    Attributes:
+        note: what ranks compare besides shapes and layouts.
+        computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
+    """
 
     call: Arguments
     inputs: Inputs
     weights: Weights
     scale: float
     note: str
+    computes: bool = True
 
 
 # The layouts of q, and of k and v.

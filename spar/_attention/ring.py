@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,6 +61,10 @@ class Round:
     steps: tuple[tuple[Block, ...], ...]
     shifts: tuple[Shift, ...] = ()
     layout: Args = ()
+
+    def without_blocks(self) -> Round:
+        """Return a ring with the same exchanges that computes nothing."""
+        return replace(self, steps=((),) * len(self.steps))
 
 
 @dataclass(frozen=True)
