@@ -47,6 +47,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def squarest(ranks: int) -> int:
+    """Return the number of ulysses ranks with which ring x ulysses is as square as so many ranks allow."""
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+
+
 def add_device_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="TYPE", help="where the tensors are: cpu (default), cuda, ..."

@@ -23,7 +23,7 @@ import spar
 
 from ...parallel_state import Topology, init_parallel_state
 from ..printing import count_text, time_text
-from ..ranks import Ranks, UsageError, add_device_arguments, joined
+from ..ranks import Ranks, UsageError, add_device_arguments, joined, squarest
 from .cases import cases
 from .outcome import GRACE, Agreement, Outcome, attempt
 from .trial import Case, Setting
@@ -131,7 +131,7 @@ def check(ranks: Ranks, only: str, timeout: float, out: TextIO, as_json: bool = 
 
 def make_setting(ranks: Ranks) -> Setting:
     """Make the groups of ring x ulysses, as square as the number of ranks allows. Collective."""
-    ulysses = max(n for n in range(1, ranks.world + 1) if ranks.world % n == 0 and n * n <= ranks.world)
+    ulysses = squarest(ranks.world)
     group = dist.group.WORLD
     assert group is not None
     with Topology() as topology:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..printing import count_text, size_text, table
+from .layer import Layer
+from .ways import Way, planned_ranks, recommended
+
+HEADER = ("method", "layout", "forward", "backward", "step", "held", "activations", "work")
+
+
+def text_of(layer: Layer, ways: Sequence[Way]) -> str:
+    parts = [_title(layer), _table(ways)]
+    notes = [note for way in ways for note in way.notes]
+    if remarks := [*_refused(ways), *dict.fromkeys(notes)]:
+        parts.append("\n".join(remarks))
+    best, why = recommended(ways)
+    parts.append(f"recommended: {call_of(best, layer)}\n{why}")
+    return "\n\n".join(parts)
+
+
+def call_of(way: Way, layer: Layer) -> str:
+    """Return what a user writes for a way."""
+    lengths = "lengths" if way.layout in ("packed", "balanced") else layer.tokens
+    method = "" if way.default else f', method="{way.method}"'
+    causal = ", causal=True" if layer.causal else ""
+    mask = ", mask=spar.Spans.documents(ids)" if layer.mask(way.layout) is not None else ""
+    window = f", window={layer.sides}" if layer.sides else ""
+    layout = f"spar.SequenceLayout.{way.layout}({lengths})"
+    return f"spar.attention(q, k, v, {layout}{causal}{mask}{window}{method})"
+
+
+def _title(layer: Layer) -> str:
+    what = f"{layer.heads} heads, {layer.key_heads} key heads, width {layer.width}, {layer.dtype}"
+    what = what.replace("torch.", "")
+    pairs = "causal" if layer.causal else "not causal"
+    pairs += "" if layer.window is None else f", window of {layer.window:,} keys"
+    tokens = f"{layer.tokens:,} tokens"
+    if layer.documents:
+        tokens += f" in {count_text(len(layer.documents), 'document')} of {max(layer.documents):,} at most"
+    tokens += f", batch {layer.batch}"
+    lines = [f"{what}, {pairs}", f"{tokens}, on {count_text(layer.ranks, 'rank')}"]
+    lines[1] += f"; {count_text(layer.layers, 'layer')}, hidden states of {layer.hidden:,}"
+    if min(layer.ring, layer.ulysses) > 1:
+        lines.append(f"hybrid: {layer.ring} ring ranks x {layer.ulysses} ulysses ranks")
+    planned = planned_ranks(layer.ranks)
+    if len(planned) < layer.ranks:
+        lines.append(f"bytes: of the ranks {', '.join(map(str, planned))}")
+    return "\n".join(lines)
+
+
+def _table(ways: Sequence[Way]) -> str:
+    rows: list[Sequence[str]] = [HEADER]
+    for way in ways:
+        name = f"{way.method}{' *' if way.default else ''}"
+        if way.refused:
+            rows.append((name, way.layout, *["-"] * 6))
+            continue
+        sizes = way.forward, way.backward, way.step, way.held, way.activations
+        rows.append((name, way.layout, *map(size_text, sizes), f"{way.work:.2f}"))
+    return table(rows, range(2, len(HEADER))) + "\n* what spar.attention chooses for the layout"
+
+
+def _refused(ways: Sequence[Way]) -> list[str]:
+    return [f"{way.method} over {way.layout} is not possible: {way.refused}" for way in ways if way.refused]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which the ranks can share an attention, what each costs, and which one is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..._attention.attention import chosen_method
+from ..._attention.spans import closed
+from ..._exchange.layouts import Layout, shards
+from ...ops.heads import Heads, heads_of_ranks
+from ...sequence_layout import SequenceLayout, numbers_of
+from ..printing import size_text
+from .exchanges import Traffic, exchanged
+from .layer import HYBRID, OF_DOCUMENTS, Layer, placed
+
+# Of more ranks than MOST so many are planned: each takes a second or so where there are hundreds.
+MOST, FEW = 16, 8
+# By how much of the mean the busiest rank may do more than in the most even way, as of balanced layouts.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method over a layout, and its cost: of the rank that sends, holds or computes most.
+
+    Attributes:
+        method, layout: their names.
+        default: whether `spar.attention` chooses this method for the layout.
+        refused: why `spar.attention` raises; empty if it does not. The rest is then 0.
+        forward, backward: bytes that a rank sends in one layer.
+        step: bytes that a rank sends in forward and backward of all layers.
+        held: bytes of K and V that exchanges brought, held at once in forward.
+        tokens: of a rank.
+        activations: bytes of the hidden states of a rank's tokens between all layers.
+        work: pairs of queries and keys of the busiest rank, as a multiple of the mean.
+        notes: what else is to be known.
+    """
+
+    method: str
+    layout: str
+    default: bool = False
+    refused: str = ""
+    forward: int = 0
+    backward: int = 0
+    step: int = 0
+    held: int = 0
+    tokens: int = 0
+    activations: int = 0
+    work: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def ways_of(layer: Layer) -> list[tuple[str, str]]:
+    """Return each method with each layout that it can have."""
+    single = [(method, kind) for method in ("ulysses", "gather", "ring") for kind in layer.kinds]
+    return [*single, (HYBRID, HYBRID)] if min(layer.ring, layer.ulysses) > 1 else single
+
+
+def planned_ranks(world: int) -> list[int]:
+    """Return the ranks whose exchanges are planned, the first and the last among them."""
+    if world <= MOST:
+        return list(range(world))
+    return [i * (world - 1) // (FEW - 1) for i in range(FEW)]
+
+
+def evaluate(layer: Layer, method: str, kind: str) -> Way:
+    layout = placed(layer, kind, 0).layout
+    default = chosen_method((layout, layout), layer.heads) == method
+    try:
+        traffic = [exchanged(layer, method, kind, rank) for rank in planned_ranks(layer.ranks)]
+    except ValueError as error:
+        return Way(method, kind, default, refused=_reason(error))
+    forward, backward, held = (max(column) for column in zip(*map(_numbers, traffic), strict=True))
+    each = max([one.forward + one.backward for one in traffic])
+    tokens, work = max(layout.sizes), work_of(layer, method, layout)
+    return Way(
+        method,
+        kind,
+        default,
+        forward=forward,
+        backward=backward,
+        step=layer.layers * each,
+        held=held,
+        tokens=tokens,
+        activations=layer.layers * layer.batch * tokens * layer.hidden * layer.dtype.itemsize,
+        work=max(work) * len(work) / max(sum(work), 1),
+        notes=tuple(_notes(layer, method, kind)),
+    )
+
+
+def _numbers(traffic: Traffic) -> tuple[int, int, int]:
+    return traffic.forward, traffic.backward, traffic.held
+
+
+def _reason(error: ValueError) -> str:
+    """Return the message without the operation and the rank, which are the same for all."""
+    text = str(error)
+    return text.partition(": ")[2] if text.startswith("attention on rank") else text
+
+
+def work_of(layer: Layer, method: str, layout: SequenceLayout) -> list[int]:
+    """Return each rank's pairs of a query and a key that it attends to, of all heads of one sequence."""
+    ends = closed(layer.tokens, layer.tokens, layer.causal, layer.sides, layer.documents).ends[0, 0]
+    first, end = ends.to(torch.int64).unflatten(1, (-1, 2)).unbind(-1)
+    before = [0, *(end - first).sum(1).cumsum(0).tolist()]  # pairs of the queries before each
+
+    def of_ranks(numbers: Layout, world: int) -> list[int]:
+        return [
+            sum([before[run.start + run.size] - before[run.start] for run in runs])
+            for runs in shards(numbers, world)
+        ]
+
+    if method == HYBRID:
+        # The ring computes in a zigzag layout of its own ranks: `methods.hybrid`.
+        ring = placed(layer, HYBRID, 0).ring
+        pairs = of_ranks(numbers_of(SequenceLayout.zigzag(layer.tokens, ring), 0), layer.ring)
+        return [heads * of_rank for heads in _heads(layer, layer.ulysses).queries for of_rank in pairs]
+    if method == "ulysses":
+        return [heads * before[-1] for heads in _heads(layer, layer.ranks).queries]
+    return [layer.heads * of_rank for of_rank in of_ranks(numbers_of(layout, 0), layer.ranks)]
+
+
+def _heads(layer: Layer, ranks: int) -> Heads:
+    return heads_of_ranks(layer.heads, layer.key_heads, ranks)
+
+
+def _notes(layer: Layer, method: str, kind: str) -> Iterator[str]:
+    if layer.documents and kind not in OF_DOCUMENTS:
+        yield f"{kind} layouts have no documents: pass mask=spar.Spans.documents(ids)"
+    ranks = {"ulysses": layer.ranks, HYBRID: layer.ulysses}.get(method)
+    if ranks is None:
+        return
+    heads = _heads(layer, ranks)
+    if idle := heads.queries.count(0):
+        yield f"{method}: {idle} of {ranks} ranks have none of {layer.heads} heads, and compute nothing"
+    elif len(set(heads.queries)) > 1:
+        counts = f"{min(heads.queries)} or {max(heads.queries)}"
+        yield f"{method}: each of {ranks} ranks has {counts} of {layer.heads} heads"
+    if (copies := sum(heads.keys)) > layer.key_heads:
+        yield f"{method}: {layer.key_heads} key heads become {copies}, as several ranks need the same"
+
+
+# ---- which one ----
+
+
+def recommended(ways: Sequence[Way]) -> tuple[Way, str]:
+    """Return the way to take, of which one at least is not refused, and why, in one sentence.
+
+    Of those whose busiest rank has about as little work as in any, the one that sends the fewest bytes in a
+    step, then the one that holds the fewest.
+    """
+    possible = [way for way in ways if not way.refused]
+    most = min([way.work for way in possible]) + TOLERANCE
+    even = [way for way in possible if way.work <= most]
+    best = min(even, key=lambda way: (way.step, way.held))
+    limit = f"whose busiest rank computes at most {most:.2f} times the mean"
+    if len(even) == 1:
+        return best, f"It is the only way {limit}."
+    alone = [way.step for way in even].count(best.step) == 1
+    sends = "it sends the fewest bytes" if alone else "none sends fewer bytes"
+    return best, f"Of the {len(even)} ways {limit}, {sends}: {size_text(best.step)} in a step."

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spar plan`: its bytes are those that ranks count, its choice is spar.attention's, its work a mask's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.whole_attention import inputs
+from test_faults import finish, start
+
+import spar
+from spar import SequenceLayout
+from spar._attention import attention as attention_module
+from spar._attention.rounds import round_of
+from spar._commands.arguments import main
+from spar._commands.plan.exchanges import exchanged
+from spar._commands.plan.layer import HYBRID, OF_DOCUMENTS, Layer, drawn_documents, placed
+from spar._commands.plan.report import text_of
+from spar._commands.plan.ways import Way, evaluate, planned_ranks, recommended, ways_of, work_of
+from spar._exchange.layouts import shards
+from spar.parallel_state import init_parallel_state
+from spar.sequence_layout import numbers_of
+
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+WIDTH, BATCH = 8, 2  # as `inputs` has them
+LENGTHS = (1, 30, 5, 1, 28)
+BASE = Layer(
+    heads=4,
+    key_heads=2,
+    width=WIDTH,
+    tokens=65,
+    ranks=2,
+    layers=3,
+    dtype=torch.float32,
+    batch=BATCH,
+    hidden=32,
+    ring=1,
+    ulysses=1,
+    window=None,
+    documents=(),
+    causal=True,
+)
+
+
+def layers(ranks: int) -> Iterator[Layer]:
+    base = replace(BASE, ranks=ranks, ring=2 if ranks == 4 else 1, ulysses=2 if ranks == 4 else 1)
+    yield base
+    yield replace(base, causal=False, heads=6, key_heads=3)
+    yield replace(base, heads=3, key_heads=1, dtype=torch.bfloat16)  # fewer than 4 ranks
+    yield replace(base, window=7)
+    yield replace(base, window=9, causal=False)
+    yield replace(base, documents=LENGTHS)
+    yield replace(base, documents=LENGTHS, window=4)
+    yield replace(base, tokens=3)  # a rank without tokens
+
+
+def sent() -> int:
+    return sum(n for name, n in spar.memory_stats().items() if name.startswith("sent."))
+
+
+def real_traffic(layer: Layer, method: str | None, layout: SequenceLayout) -> tuple[int, int]:
+    """Return the bytes that this rank sends in forward and in backward of a real attention."""
+    whole = inputs(layer.tokens, layer.heads, layer.key_heads, layer.dtype, WIDTH)
+    q, k, v, upper = [x[:, layout.index()].requires_grad_() for x in whole]
+    ids = torch.arange(len(layer.documents)).repeat_interleave(torch.tensor(layer.documents).long())
+    masked = layer.documents and layout.kind not in OF_DOCUMENTS
+    window = None if layer.window is None else (layer.window - 1, 0 if layer.causal else layer.window - 1)
+    before = sent()
+    y = spar.attention(
+        q,
+        k,
+        v,
+        layout,
+        causal=layer.causal,
+        mask=spar.Spans.documents(ids) if masked else None,
+        window=window,
+        method=method,
+    )
+    forward = sent() - before
+    torch.autograd.grad(y, (q, k, v), upper)
+    return forward, sent() - before - forward
+
+
+def made(layer: Layer, kind: str, group: Group) -> SequenceLayout:
+    of_what: Any = layer.documents if kind in OF_DOCUMENTS else layer.tokens
+    layout: SequenceLayout = getattr(SequenceLayout, kind)(of_what, group)
+    return layout
+
+
+def check_bytes(rank: int, world: int, group: Group) -> None:
+    for layer in layers(world):
+        for method, kind in ways_of(layer):
+            if kind == HYBRID:
+                continue
+            layout = made(layer, kind, group)
+            plan = exchanged(layer, method, kind, rank)
+            found = real_traffic(layer, method, layout)
+            assert found == (plan.forward, plan.backward), (layer, method, kind, plan, found)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_planned_bytes_are_those_which_ranks_count(ranks: Ranks, world: int) -> None:
+    ranks(world, check_bytes)
+
+
+def check_hybrid(rank: int, folder: Path) -> None:
+    state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
+    cp = state.get_group("cp")
+    assert cp is not None
+    for layer in layers(4):
+        layout = SequenceLayout.hybrid(layer.tokens, state)
+        plan = exchanged(layer, HYBRID, HYBRID, cp.rank())
+        found = real_traffic(layer, None, layout)
+        assert found == (plan.forward, plan.backward), (layer, plan, found)
+        assert placed(layer, HYBRID, cp.rank()).layout.sizes == layout.sizes
+
+
+def test_planned_bytes_of_hybrid_layouts(tmp_path: Path) -> None:
+    assert finish(start(check_hybrid, 4, tmp_path), 100) == [0] * 4
+
+
+def check_choice(rank: int, world: int, group: Group) -> None:
+    """Note which method spar.attention runs where the caller names none."""
+    used: list[str] = []
+
+    def noting(name: str, method: Any) -> Any:
+        def run(problem: Any) -> Any:
+            used.append(name)
+            return method.run(problem)
+
+        return method._replace(run=run)
+
+    methods = attention_module._METHODS
+    originals = dict(methods)
+    methods.update({name: noting(name, method) for name, method in originals.items()})
+    try:
+        for layer in layers(world):
+            for kind in layer.kinds:
+                real_traffic(layer, None, made(layer, kind, group))
+                real = used.pop()
+                ways = [evaluate(layer, method, kind) for method in originals]
+                assert [way.method for way in ways if way.default] == [real], (layer, kind)
+                used.clear()
+    finally:
+        methods.update(originals)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_default_is_what_attention_chooses(ranks: Ranks, world: int) -> None:
+    ranks(world, check_choice)
+
+
+# ---- what a rank holds and computes ----
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_held_bytes(world: int) -> None:
+    layer = replace(BASE, ranks=world, causal=False)
+    token = 2 * BATCH * 2 * WIDTH * 4  # bytes of K and V
+    for kind, rank in itertools.product(layer.kinds, range(world)):
+        sizes = placed(layer, kind, rank).layout.sizes
+        assert exchanged(layer, "gather", kind, rank).held == 65 * token
+        # Of 4 query heads and 2 key heads a rank of 2 or more needs one key head; of 3 rank 0 needs one, too.
+        assert exchanged(layer, "ulysses", kind, rank).held == 65 * token // 2
+        others = [sizes[(rank - step) % world] for step in range(1, world)]
+        two = max([sum(others[i : i + 2]) for i in range(max(len(others) - 1, 1))])
+        assert exchanged(layer, "ring", kind, rank).held == two * token
+
+
+def allowed(layer: Layer) -> torch.Tensor:
+    """Return which keys each query attends to: booleans [S, S]."""
+    place = torch.arange(layer.tokens)
+    behind = place[:, None] - place
+    result = behind >= 0 if layer.causal else torch.ones_like(behind, dtype=torch.bool)
+    if layer.window is not None:
+        result = result & (behind.abs() < layer.window)
+    if layer.documents:
+        ids = torch.arange(len(layer.documents)).repeat_interleave(torch.tensor(layer.documents))
+        result = result & (ids[:, None] == ids)
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_work_is_that_of_a_mask(world: int) -> None:
+    for layer in layers(world):
+        pairs = allowed(layer).sum(1)
+        for kind in layer.kinds:
+            at = [placed(layer, kind, rank) for rank in range(world)]
+            expected = [layer.heads * int(pairs[one.layout.index()].sum()) for one in at]
+            assert work_of(layer, "gather", at[0].layout) == expected
+            assert work_of(layer, "ring", at[0].layout) == expected
+            by_heads = [n * int(pairs.sum()) for n in spar.cal_split_sizes(layer.heads, world)]
+            assert work_of(layer, "ulysses", at[0].layout) == by_heads
+        if layer.ring > 1:
+            at_hybrid = placed(layer, HYBRID, 0)
+            work = work_of(layer, HYBRID, at_hybrid.layout)
+            assert len(work) == world and sum(work) == layer.heads * int(pairs.sum())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_work_is_that_of_the_blocks_of_a_ring(world: int, causal: bool) -> None:
+    for kind in ("even", "zigzag", "packed", "balanced"):
+        layer = replace(BASE, ranks=world, documents=LENGTHS, causal=causal)
+        layout = placed(layer, kind, 0).layout
+        if not layout.is_packed:
+            layer = replace(layer, documents=())
+        numbers = numbers_of(layout, 0)
+        found = []
+        for rank in range(world):
+            steps = round_of(numbers, world, rank, causal, layout.is_packed, True).steps
+            blocks = [block for step in steps for block in step]
+            found.append(sum(b.keys * (b.keys + 1) // 2 if b.causal else b.queries * b.keys for b in blocks))
+        assert work_of(layer, "ring", layout) == [layer.heads * pairs for pairs in found]
+        assert len(shards(numbers, world)) == world
+
+
+def test_figures_of_a_way() -> None:
+    """They are of the rank with the most, and a step has all layers."""
+    layer = replace(BASE, ranks=4, tokens=66)
+    of_ranks = [exchanged(layer, "ring", "zigzag", rank) for rank in range(4)]
+    way = evaluate(layer, "ring", "zigzag")
+    assert way.forward == max(one.forward for one in of_ranks)
+    assert way.backward == max(one.backward for one in of_ranks)
+    assert way.step == 3 * max(one.forward + one.backward for one in of_ranks)
+    assert way.held == max(one.held for one in of_ranks)
+    assert (way.tokens, way.activations) == (17, 3 * BATCH * 17 * 32 * 4)
+    assert evaluate(replace(layer, batch=6), "ring", "zigzag").step == 3 * way.step
+
+
+def test_plans_of_many_ranks_are_those_of_some() -> None:
+    assert planned_ranks(16) == list(range(16))
+    for world in (17, 64, 1000):
+        few = planned_ranks(world)
+        assert few[0] == 0 and few[-1] == world - 1 and len(set(few)) == 8
+
+
+# ---- what is recommended ----
+
+
+def way(method: str, step: int, work: float, held: int = 0) -> Way:
+    return Way(method, "even", step=step, work=work, held=held)
+
+
+def test_recommended_sends_the_fewest_bytes_of_the_even_ways() -> None:
+    ways = [way("a", 1, 1.9), way("b", 5, 1.0), way("c", 4, 1.04), way("d", 3, 1.06)]
+    best, why = recommended([*ways, Way("e", "even", refused="no")])
+    assert best.method == "c"
+    assert why.startswith("Of the 2 ways whose busiest rank computes at most 1.05 times the mean, it sends")
+    best, why = recommended([way("a", 4, 1.0, held=2), way("b", 4, 1.0, held=1)])
+    assert best.method == "b" and "none sends fewer bytes" in why
+    assert recommended(ways[:1]) == (
+        ways[0],
+        "It is the only way whose busiest rank computes at most 1.95 times the mean.",
+    )
+
+
+def test_heads_that_the_ranks_do_not_divide() -> None:
+    few = evaluate(replace(BASE, ranks=4, heads=3, key_heads=1), "ulysses", "even")
+    assert few.notes == (
+        "ulysses: 1 of 4 ranks have none of 3 heads, and compute nothing",
+        "ulysses: 1 key heads become 3, as several ranks need the same",
+    )
+    assert few.work == pytest.approx(4 / 3) and not few.default
+    uneven = evaluate(replace(BASE, ranks=3, heads=4, key_heads=4), "ulysses", "even")
+    assert uneven.notes == ("ulysses: each of 3 ranks has 1 or 2 of 4 heads",) and uneven.work == 1.5
+
+
+def test_refused_ways_have_the_reason_of_attention() -> None:
+    layer = replace(BASE, heads=4, key_heads=3)
+    refused = evaluate(layer, "ring", "zigzag")
+    assert refused.refused == "k is of 3 heads; expected a number that divides the 4 heads of q"
+    text = text_of(layer, [way("gather", 8, 1.0), refused])
+    assert "ring over zigzag is not possible: k is of 3 heads; expected" in text
+    assert (
+        'recommended: spar.attention(q, k, v, spar.SequenceLayout.even(65), causal=True, method="gat' in text
+    )
+
+
+def test_drawn_documents_fill_the_tokens() -> None:
+    lengths = drawn_documents(100_000, 500)
+    assert sum(lengths) == 100_000 and lengths == drawn_documents(100_000, 500)
+    assert 400 < 100_000 / len(lengths) < 600 and min(lengths) >= 1
+
+
+# ---- the command ----
+
+
+def test_plan_prints_json_without_a_process_group() -> None:
+    command = [sys.executable, "-m", "spar", "plan", "--json", "--ranks", "4", "--documents", "300,40,60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["layer"]["tokens"] == 400 and facts["layer"]["dtype"] == "bfloat16"
+    assert (facts["layer"]["ring"], facts["layer"]["ulysses"]) == (2, 2)
+    assert facts["layer"]["hidden"] == 32 * 128 and facts["planned_ranks"] == [0, 1, 2, 3]
+    kinds = {(way["method"], way["layout"]) for way in facts["ways"]}
+    singles = set(itertools.product(("ulysses", "gather", "ring"), ("even", "zigzag", "packed", "balanced")))
+    assert kinds == singles | {("hybrid", "hybrid")}
+    assert facts["recommended"]["layout"] in {kind for _, kind in kinds}
+
+
+def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "4", "--tokens", "4000", "--heads", "2", "--width", "64", "--window", "100"]
+    assert main(["plan", *arguments]) == 0 and not dist.is_initialized()
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "2 heads, 2 key heads, width 64, bfloat16, causal, window of 100 keys\n4,000 tokens"
+    )
+    assert "hybrid: 2 ring ranks x 2 ulysses ranks" in text and "gather *  even" in text
+    assert "ulysses: 2 of 4 ranks have none of 2 heads, and compute nothing" in text
+    call = "spar.attention(q, k, v, spar.SequenceLayout.even(4000), causal=True, window=(99, 0))"
+    assert f"recommended: {call}\n" in text
+
+
+def test_recommended_call_names_what_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "4", "--tokens", "4000", "--window", "100", "--no-causal", "--ulysses", "4"]
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert 'SequenceLayout.even(4000), window=(99, 99), method="gather")' in text and "hybrid" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "0", "--tokens", "8"], "--ranks is 0; expected 1 to 1024"),
+        (["--ranks", "2"], "neither --tokens nor the lengths of --documents are passed"),
+        (["--ranks", "2", "--tokens", "-1"], "--tokens is -1; expected 1 to 67108864"),
+        (
+            ["--ranks", "2", "--tokens", "8", "--key-heads", "5"],
+            "k is of 5 heads; expected a number that div",
+        ),
+        (["--ranks", "2", "--tokens", "8", "--window", "0"], "--window is 0; expected 1 to 2147483647"),
+        (
+            ["--ranks", "8", "--tokens", "8", "--ring", "3"],
+            "--ring is 3; expected a number that divides the 8",
+        ),
+        (
+            ["--ranks", "8", "--tokens", "8", "--ring", "2", "--ulysses", "2"],
+            "is 2 x 2; expected a product of 8",
+        ),
+        (["--ranks", "2", "--tokens", "8", "--width", "0"], "--width is 0; expected at least 1"),
+        (
+            ["--ranks", "2", "--tokens", "8", "--heads", str(2**50)],
+            "--width is 1152921504606846976; expected",
+        ),
+        (["--ranks", "2", "--documents", "5,0"], "--documents is '5,0'; expected lengths from 1 on"),
+        (
+            ["--ranks", "2", "--documents", "mean=5,6"],
+            "--documents is 'mean=5,6'; expected lengths from 1 on",
+        ),
+        (["--ranks", "2", "--documents", "mean=5"], "--tokens is not passed; expected how many to fill"),
+        (["--ranks", "2", "--documents", "5,3", "--tokens", "9"], "--tokens is 9; expected 8, the sum of"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err
