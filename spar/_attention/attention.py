@@ -220,7 +220,9 @@ def _attend(
     waited = 2 if groups else int(keys is not None)
     group = groups[0] if groups else queries.group
     with Arguments("attention", q, group, "q", _until_next(waited)) as call:
-        problem = replace(checked(call, k, v, layouts, dims, weights, scale), computes=computes)
+        problem = checked(call, k, v, layouts, dims, weights, scale)
+        if not computes:
+            problem = replace(problem, computes=False)
         if method is None and groups is None:
             method = chosen_method(layouts, problem.inputs.heads)
         if method not in _METHODS and groups is None:
