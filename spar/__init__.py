@@ -158,11 +158,6 @@ def __getattr__(name: str) -> object:
         return getattr(model, name)
     if name in ("integrations", "testing", "utils"):
         import importlib
-        import pkgutil
 
-        module = importlib.import_module(f".{name}", __name__)
-        if name == "integrations":  # its modules import their libraries inside functions
-            for submodule in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
-                importlib.import_module(submodule.name)
-        return module
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

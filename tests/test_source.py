@@ -259,6 +259,13 @@ def test_submodules_are_attributes_imported_at_first_use() -> None:
     ]
 
 
+def test_integrations_are_attributes_after_shard_model() -> None:
+    """It imports a part of that package, which must not hide the rest."""
+    code = "import spar; assert spar.shard_model; print(spar.integrations.transformers.shard.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "shard"), done.stderr
+
+
 def test_help_shows_the_operations_first() -> None:
     text = pydoc.render_doc(spar, renderer=pydoc.plaintext)
     description = text.split("PACKAGE CONTENTS")[0]

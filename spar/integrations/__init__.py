@@ -3,5 +3,14 @@
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # at run time spar.__getattr__ imports them
+if TYPE_CHECKING:
     from . import diffusers as diffusers, transformers as transformers
+
+
+def __getattr__(name: str) -> object:
+    """Import a module at its first use; other parts of spar import this package before the caller does."""
+    if name in ("diffusers", "transformers"):
+        import importlib
+
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
