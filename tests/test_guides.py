@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
+import shutil
 import socket
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -20,7 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import whole_attention
-from test_rl import given as of_rl
+from test_rl import Model as SmallDecoder, given as of_rl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import spar
@@ -34,7 +39,8 @@ Names = dict[str, Any]
 # Blocks that this module only compiles, by page and number: why they do not run here.
 COMPILED_ONLY = {
     ("README.md", 0): "the six lines of transformers.md",
-    ("README.md", 2): "ends the process group: tests/test_source.py runs it",
+    ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
+    ("README.md", 3): "ends the process group: tests/test_source.py runs it",
     (
         "dataloading.md",
         0,
@@ -48,6 +54,10 @@ COMPILED_ONLY = {
     ("diffusers.md", 2): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 3): "compares a model of diffusers: tests/models/test_diffusers.py",
     ("diffusers.md", 4): "an autoencoder of diffusers: tests/models/test_diffusers_vae.py",
+    ("evaluation.md", 1): "a model of transformers: tests/models/test_evaluation.py runs this block",
+    ("evaluation.md", 2): "generates by a model of transformers: tests/models/test_evaluation.py",
+    ("evaluation.md", 5): "saves a model of transformers: tests/models/test_evaluation.py",
+    ("evaluation.md", 6): "a pipeline of diffusers: tests/models/test_evaluation.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     (
@@ -189,9 +199,42 @@ def of_any_model(group: dist.ProcessGroup) -> Names:
     return {"x": torch.randn(2, 13, 64), "DistributedDataParallel": DistributedDataParallel}
 
 
+class Decoder(SmallDecoder):
+    """Logits, over a sharded sequence or, without a layout, over a whole one."""
+
+    def forward(self, ids: torch.Tensor, layout: spar.SequenceLayout | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self.head(super().forward(ids, layout))
+        return logits
+
+
+def encoder() -> Names:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True, dtype=torch.float64)
+    return {"model": torch.nn.TransformerEncoder(layer, 2), "x": torch.randn(2, 13, 64, dtype=torch.float64)}
+
+
+def of_evaluation(group: dist.ProcessGroup) -> Names:
+    """A decoder to evaluate; and a model to save, in a folder that all ranks have."""
+    folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    generator = torch.Generator().manual_seed(0)
+    return encoder() | {
+        "math": math,
+        "cp": group,
+        "batches": [torch.randint(19, (2, total), generator=generator) for total in (21, 3)],
+        "decoder": Decoder(0),
+        "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
+        "folder": folder[0],
+        "path": f"{folder[0]}/checkpoint.pt",
+    }
+
+
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "README.md": of_any_model,
     "any-model.md": of_any_model,
+    "evaluation.md": of_evaluation,
     "profiling.md": of_debugging,
     "index.md": of_index,
     "ops.md": of_ops,
@@ -268,10 +311,42 @@ def check_rings_across_nodes(names: Names) -> None:
     assert torch.equal(names["layout"].gather(names["layout"].shard(whole, 0), 0), whole)
 
 
+def check_evaluation(names: Names) -> None:
+    """The metrics are those of one process, over all batches."""
+    whole = names["batches"]
+    logits = torch.cat([names["decoder"](ids)[:, :-1].flatten(0, 1) for ids in whole])
+    labels = torch.cat([ids[:, 1:].flatten() for ids in whole])
+    loss = F.cross_entropy(logits, labels).item()
+    right = (logits.argmax(-1) == labels).double().mean().item()
+    expected = {"loss": loss, "perplexity": math.exp(loss), "accuracy": right}
+    assert names["metrics"] == pytest.approx(expected)
+
+
+def check_checkpoint(names: Names) -> None:
+    """What rank 0 saved is the state of one process after the same step, by the same names."""
+    dist.barrier()
+    saved = torch.load(names["path"])
+    saved = saved.get("model", saved)
+    alone = encoder()
+    optimizer = torch.optim.AdamW(alone["model"].parameters())
+    alone["model"](alone["x"]).square().mean().backward()
+    optimizer.step()
+    expected = alone["model"].state_dict()
+    assert list(saved) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(saved[name], value)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names["folder"])
+
+
 CHECKS = {
-    ("README.md", 1): check_any_model,
+    ("README.md", 2): check_any_model,
     ("any-model.md", 0): check_any_model,
     ("data-parallel.md", 0): check_data_parallel,
+    ("evaluation.md", 0): check_evaluation,
+    ("evaluation.md", 3): check_checkpoint,
+    ("evaluation.md", 4): check_checkpoint,
     ("packed.md", 0): check_packed,
     ("index.md", 0): check_index,
     ("utils.md", 0): check_utils,

@@ -274,6 +274,39 @@ def packed_gather_with_cp(x: torch.Tensor, dim: int, lengths: list[int]) -> torc
     return packed_gather(gather(x, mesh.ulysses, dim, sizes, "up"), table, mesh.ring, dim)
 
 
+# ---- FastVideo ----
+
+
+def fastvideo_shard(x: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, int]:
+    """Pad the end with zeros to a multiple of the ranks."""
+    shape = list(x.shape)
+    shape[dim] = -shape[dim] % sequence.group.size()
+    return torch.cat([x, x.new_zeros(shape)], dim).chunk(sequence.group.size(), dim)[
+        sequence.group.rank()
+    ], x.size(dim)
+
+
+def fastvideo_gather(x: torch.Tensor, original_seq_len: int, dim: int = -1) -> torch.Tensor:
+    """Gather, and sum the ranks' gradients of each shard."""
+    group = sequence.group
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(grad := grad.clone(), group=group)
+        return own(grad, group, dim)
+
+    return pair(x, lambda x: whole(x, group, dim), back).narrow(dim, 0, original_seq_len)
+
+
+# ---- Wan2.2: without gradients ----
+
+
+def wan_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    group = sequence.group
+    q, k, v = (exchanged(x.detach(), group, 2, 1, None).transpose(1, 2) for x in (q, k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return exchanged(y.transpose(1, 2).contiguous(), group, 1, 2, None)
+
+
 # ---- other libraries ----
 
 
@@ -343,6 +376,15 @@ MODULES: dict[str, dict[str, Any]] = {
         ),
     },
     f"{_MINDSPEED}.parallel_state": {"init_parallel_state": init_parallel_state},
+    "fastvideo.distributed.communication_op": {
+        "sequence_model_parallel_shard": fastvideo_shard,
+        "sequence_model_parallel_all_gather_with_unpad": fastvideo_gather,
+        "sequence_model_parallel_all_to_all_4D": lambda x, scatter_dim, gather_dim: all_to_all(
+            x, sequence.group, scatter_dim, gather_dim
+        ),
+    },
+    "wan.distributed.ulysses": {"distributed_attention": wan_attention},
+    "wan.distributed.util": {"gather_forward": lambda x, dim: whole(x.detach(), sequence.group, dim)},
     "deepspeed.sequence.layer": {"_SeqAllToAll": SeqAllToAll},
     "yunchang.comm.all_to_all": {"SeqAllToAll4D": SeqAllToAll, "SeqAllToAll5D": SeqAllToAll},
     "verl.utils.ulysses": {
