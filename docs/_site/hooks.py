@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 SOURCES = {page: name for name, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#:\s]+)(#[^()\s]*)?\)")
+INLINE = re.compile(r"<code>[^<]*-[^<]*</code>")
+WORD = re.compile(r"(?<![^\s>])[^\s<>]*-[^\s<>]*")
 REQUEST = re.compile(
     r"""<(?:script|img|iframe|source|link(?![^>]*rel="?canonical))\b[^>]*\b(?:src|href)="?(?:https?:)?//[^>]*>"""
 )
@@ -57,6 +59,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         return f"[{text}]({os.path.relpath(to, posixpath.dirname(here) or '.')}{anchor})"
 
     return LINK.sub(resolved, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark words with hyphens in code, at which browsers would break lines."""
+    return INLINE.sub(lambda code: WORD.sub(r'<span class="word">\g<0></span>', code[0]), html)
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
