@@ -21,6 +21,7 @@ from .._group.registry import place_of
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
+from .caches import follow
 from .experts import are_experts, run_experts
 from .images import shard_rows
 from .inputs import check_equal
@@ -295,6 +296,7 @@ class _ModelForward(_Forward):
                     sharded.compared = True
                 with intercepted(view), view.forward():
                     output = view.output(self._in_view(args, kwargs))
+                follow(view, *kwargs.values(), output)
             except BaseException:
                 call.device = view.parts.device.type
                 raise

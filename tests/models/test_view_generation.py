@@ -78,6 +78,39 @@ def test_generate_returns_the_tokens_of_one_process(ranks: Ranks, world: int) ->
     ranks(world, check_generate)
 
 
+def check_changed_caches(rank: int, world: int, group: Group) -> None:
+    """Beam search reorders the cache between forwards; looking tokens up in the prompt cuts it."""
+    beams, lookup = {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}
+    for make, options in ((llama, beams), (gemma3, beams), (t5, beams), (llama, lookup)):
+        model, whole = pair(make, group)
+        given = prompt() if options is beams else {"input_ids": prompt()["input_ids"][1:]}
+        found = [
+            each.generate(**given, max_new_tokens=9, pad_token_id=0, **options) for each in (model, whole)
+        ]
+        assert torch.equal(*found), (make.__name__, options)
+
+
+def test_generation_that_changes_caches(ranks: Ranks) -> None:
+    ranks(2, check_changed_caches)
+
+
+def check_copied_cache(rank: int, world: int, group: Group) -> None:
+    """Several continuations of one prompt, each from a copy of its cache."""
+    model, _ = pair(llama, group)
+    cache: Any = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**prompt(), past_key_values=cache, use_cache=True)
+    copied = copy.deepcopy(cache)
+    copied.reorder_cache(torch.tensor([1, 1]))
+    for was, now in zip(cache.layers, copied.layers, strict=True):
+        assert part_of(now.keys) is part_of(was.keys) is not None
+        assert torch.equal(now.keys, was.keys[[1, 1]]) and not torch.equal(now.keys, was.keys)
+
+
+def test_copied_cache_is_changed_alone(ranks: Ranks) -> None:
+    ranks(2, check_copied_cache)
+
+
 def check_cache(rank: int, world: int, group: Group) -> None:
     model, _ = pair(llama, group)
     cache: Any = transformers.DynamicCache(config=model.config)
