@@ -4,6 +4,7 @@
 #include "base/util.h"
 #include "transports/nccl/state.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -13,18 +14,28 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
+int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
+                     size_t why_not, char *reason, size_t size)
 {
     if (strcmp(device, "cuda") != 0) {
         snprintf(reason, size, "%s tensors are not on CUDA devices", device);
         return 0;
     }
-    for (int rank = 0; rank < world; rank++)
-        if (info[rank].no_nccl[0]) {
-            snprintf(reason, size, "rank %d: %.95s", first_rank + rank, info[rank].no_nccl);
+    for (int rank = 0; rank < world; rank++) {
+        const char *why = (const char *)&info[rank] + why_not;
+        if (*why) {
+            snprintf(reason, size, "rank %d: %.95s", first_rank + rank, why);
             return 0;
         }
+    }
+    return 1;
+}
+
+static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
+                  size_t size)
+{
+    if (!spar_cuda_serves(info, world, first_rank, device, offsetof(spar_peer_info, no_nccl), reason, size))
+        return 0;
     if (world == 1)
         snprintf(reason, size, "this process has CUDA and NCCL");
     else

@@ -6,6 +6,7 @@
 #include "transports/nccl/state.h"
 #include "transports/rendezvous.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -206,15 +207,8 @@ static void probe(spar_peer_info *info)
 static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
                   size_t size)
 {
-    if (strcmp(device, "cuda") != 0) {
-        snprintf(reason, size, "%s tensors are not on CUDA devices", device);
+    if (!spar_cuda_serves(info, world, first_rank, device, offsetof(spar_peer_info, no_push), reason, size))
         return 0;
-    }
-    for (int rank = 0; rank < world; rank++)
-        if (info[rank].no_push[0]) {
-            snprintf(reason, size, "rank %d: %.95s", first_rank + rank, info[rank].no_push);
-            return 0;
-        }
     if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
         return 0;
     if (world > SPAR_KERNEL_RANKS) {

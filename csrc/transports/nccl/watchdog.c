@@ -9,7 +9,6 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 enum {
@@ -69,8 +68,7 @@ static void fail_watchdog(spar_watchdog *w, spar_status status)
     pthread_cond_broadcast(&all.changed);
 }
 
-/* Removes the calls that have ended. Asks no function of the driver, which may not answer while a queue is
- * full. */
+/* Removes the calls that have ended. Asks nothing of the driver, which may not answer beside a full queue. */
 static void retire_calls(spar_watchdog *w)
 {
     uint64_t over = 0;
@@ -81,13 +79,6 @@ static void retire_calls(spar_watchdog *w)
     }
     if (over && w->what.ring)
         spar_ring_complete(w->what.ring, over);
-}
-
-static spar_status check_nccl(spar_watchdog *w)
-{
-    if (!w->what.comm) /* torch's, or about to be freed */
-        return SPAR_OK;
-    return spar_nccl_check_async(w->what.comm, "an earlier call of NCCL");
 }
 
 /* A kernel's own limit: replays of graphs are not watched otherwise. */
@@ -124,7 +115,9 @@ static void poll_once(spar_watchdog *w)
     retire_calls(w);
     if (w->status != SPAR_OK)
         return;
-    spar_status status = check_nccl(w);
+    spar_status status = SPAR_OK;
+    if (w->what.comm) /* else it is torch's, or about to be freed */
+        status = spar_nccl_check_async(w->what.comm, "an earlier call of NCCL");
     int under_way = w->count || w->inside_ns;
     if (status == SPAR_OK && under_way && w->what.ring)
         status = spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
@@ -317,15 +310,13 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
         status = start_thread();
     if (status == SPAR_OK) {
         w->next = all.first;
-        all.first = w;
+        all.first = *watchdog = w;
     }
     pthread_mutex_unlock(&all.lock);
-    if (status == SPAR_OK) {
-        *watchdog = w;
-        return SPAR_OK;
+    if (status != SPAR_OK) {
+        free_marks(w);
+        free(w);
     }
-    free_marks(w);
-    free(w);
     return status;
 }
 
