@@ -37,7 +37,7 @@ def device_of(kind: str, rank: int) -> torch.device:
 
 
 def loaded_nccl() -> tuple[int, int, int]:
-    """Return the version of the loaded library; torch.cuda.nccl.version() is that of torch's build."""
+    """Return the version of the loaded library; torch.cuda.nccl.version() names what torch was built with."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))

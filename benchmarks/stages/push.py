@@ -22,17 +22,14 @@ import gpu_ops
 import gpu_ranks
 import torch
 import torch.distributed as dist
-from gpu_ops import MIB, check, microseconds
+from gpu_ops import check
 from report import Report, stage
-from torch import Tensor
 
 import spar
-from spar._commands.bench import formulations
 from spar._group.registry import group_of
 
 LIMIT_S = 50  # of each step of the process group, and of an exchange
 REPLAY_S = 4
-SIZES = (MIB // 4, 2 * MIB, 32 * MIB, 200 * MIB)
 FAR_APART = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch's name: ranks may share a GPU
 
 
@@ -57,56 +54,6 @@ def check_absent_replay(device: torch.device) -> None:
     gpu_ops.meet()
 
 
-def host_us(device: torch.device) -> float:
-    """Return the host time of a call."""
-    small = torch.zeros(1, 16, dist.get_world_size(), 8, device=device, dtype=torch.bfloat16)
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(20):
-            spar.all_to_all(small, None)
-        times.append((time.perf_counter() - begin) / 20 * 1e6)
-    torch.cuda.synchronize()
-    return min(times)
-
-
-def times(device: torch.device, report: Report) -> None:
-    world = dist.get_world_size()
-    host = host_us(device)
-    report.figure("call_us", host)
-    report.say(f"Host time of a call: {host:.1f} us.")
-    columns = ("push", "permute + all_to_all_single + permute", "its permutes alone", "a copy of the input")
-    report.table("bytes of a rank", *columns)
-    found: dict[str, list[float | None]] = {}
-    for size in SIZES:
-        x = torch.zeros(1, size // (2 * 128 * 8 * world), 8 * world, 128, device=device, dtype=torch.bfloat16)
-
-        def permutes(x: Tensor = x) -> Tensor:
-            parts = x.unflatten(2, (world, -1)).movedim(2, 0).contiguous()
-            back: Tensor = parts.movedim(0, 1).flatten(1, 2).contiguous()
-            return back
-
-        calls: list[Callable[[], object]] = [
-            lambda x=x: spar.all_to_all(x, None),  # type: ignore[misc]
-            lambda x=x: formulations.exchange(x, 2, 1),  # type: ignore[misc]
-            permutes,
-            x.clone,
-        ]
-        row: list[float | None] = []
-        for call in calls:
-            try:
-                for _ in range(3):
-                    call()
-                row.append(microseconds(call, 10))
-            except (RuntimeError, ValueError):  # gloo has no all_to_all of CUDA tensors
-                row.append(None)
-        found[f"{size // 1024} KiB"] = row
-        cells = ["not possible" if us is None else f"{us:.0f} us" for us in row]
-        report.row(f"{size // 1024} KiB", *cells)
-    report.figure("us", found)
-
-
 def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     device, gpus = gpu_ranks.device_of("cuda", rank), torch.cuda.device_count()
     limit = datetime.timedelta(seconds=LIMIT_S)
@@ -124,7 +71,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         "Replays of CUDA graphs are correct.": lambda: gpu_ops.check_graph(device),
         **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
         "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
-        "The times were measured.": lambda: times(device, report),
+        "The times were measured.": lambda: gpu_ops.times(device, report),
     }
     for what, step in steps.items():
         begin = time.monotonic()

@@ -179,14 +179,9 @@ def wait(comm: Group) -> None:
 Cell = tuple[str, tuple[int, ...], list[torch.Tensor], list[torch.Tensor], float, bool]
 
 
-def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, cells: list[Cell]) -> str:
+def exchange_cells(comm: Group, rank: int, cells: list[Cell]) -> None:
     """Enqueue all calls in one stream, and check the outputs when all are complete."""
-    comm = set_up(group, SPAR_STAGING_MAX=staging)
-    transport = comm.transport("cuda")
-    assert transport.name == "nccl", transport
-    before_total, allocator.taken[:] = spar.memory_stats()["staging.total_bytes"], []
-    kept, unaligned = [], ctypes.CDLL("libnccl.so.2").standin_nccl_unaligned
-    already = unaligned()
+    kept = []
     with Stream() as stream:
         for op, args, inputs, outputs, factor, divide in cells:
             before = inputs[rank].clone()
@@ -198,6 +193,17 @@ def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, c
         assert torch.equal(bits(got), bits(wanted)), f"{op}: {got} {wanted}"
         assert torch.equal(bits(x), bits(before)), f"{op}: an input was modified"
     wait(comm)
+
+
+def check_cells(rank: int, world: int, group: dist.ProcessGroup, staging: int, cells: list[Cell]) -> str:
+    """Check all calls, their alignment, and the staging memory that they take."""
+    comm = set_up(group, SPAR_STAGING_MAX=staging)
+    transport = comm.transport("cuda")
+    assert transport.name == "nccl", transport
+    before_total, allocator.taken[:] = spar.memory_stats()["staging.total_bytes"], []
+    unaligned = ctypes.CDLL("libnccl.so.2").standin_nccl_unaligned
+    already = unaligned()
+    exchange_cells(comm, rank, cells)
     assert unaligned() == already, "NCCL copies messages at odd addresses byte by byte"
     whole = max(cell[2][rank].nbytes for cell in cells)  # of an input that is strided, but not cut
     most = max(allocator.taken, default=0)  # none where all calls are small
