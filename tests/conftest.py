@@ -64,7 +64,7 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
 }
 # `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
-QUICK |= {"test_sizes", "test_source", "test_structure", "test_utils"}
+QUICK |= {"test_settings", "test_sizes", "test_source", "test_structure", "test_utils"}
 NOT_QUICK = {"test_readme_example_runs"}  # starts Python several times
 QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
 QUICK_RANKS |= {"test_sharding"}

@@ -43,7 +43,7 @@ def check_pointer(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 def check_several(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """Two groups have a communicator of torch's each; an abort ends that of its group only."""
+    """Torch has a communicator for each of two groups; an abort ends that of its group only."""
     ranks = list(range(world))
     other = dist.new_group(ranks)
     with torch_nccl.torch_nccl(group) as first, torch_nccl.torch_nccl(other) as second:

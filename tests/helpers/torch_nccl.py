@@ -57,7 +57,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make a device the thread's current one, in place of torch's."""
+    """Make a device the thread's current one, as torch.cuda.device does."""
     before = _thread.index
     _thread.index = before if device.index is None else device.index
     yield
@@ -65,7 +65,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def _place_of_caller(device: torch.device) -> Callable[[], None]:
-    """In place of torch's, which needs CUDA."""
+    """Stand in for the function of torch, which needs CUDA."""
     index = _thread.index
     return lambda: setattr(_thread, "index", index)
 
@@ -156,7 +156,7 @@ class ProcessGroupNCCL:
             if polls and self._comm and self._error() not in (SUCCESS, IN_PROGRESS):
                 why = "the communicator has an error"
             if why and os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
-                print(f"stand-in: the watchdog of torch's group ends the process: {why}", file=sys.stderr)
+                print(f"stand-in: torch's watchdog ends the process: {why}", file=sys.stderr)
                 os.abort()
 
     def _comm_ptr(self) -> int:
