@@ -45,7 +45,7 @@ class Slot:
 
 
 class OwnDevice:
-    """This rank's device, without a communicator of torch's."""
+    """This rank's device; push needs no communicator of torch."""
 
     def __init__(self, device: torch.device) -> None:
         self.index = torch.cuda.current_device() if device.index is None else device.index
