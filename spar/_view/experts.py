@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .part import Part, mark, part_of, tensors_in
@@ -31,12 +32,26 @@ def run_experts(
     part = part_of(tensors[0]) if tensors else None
     if part is None or any(part_of(x) is not part for x in tensors) or not all(part.sizes):
         return own(*args, **kwargs)
+    _check_whole(view, module)
     for x in tensors:
         view.check_stale("experts", x)
     if view.recording:
         view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
     with without_view():
         return mark(own(*args, **kwargs), part)
+
+
+def _check_whole(view: View, module: nn.Module) -> None:
+    """Refuse experts that are divided over ranks of the sequence: these would add up different rows."""
+    for parameter in module.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+        if mesh is None:
+            continue
+        others = set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+        if others & set(dist.get_process_group_ranks(view.parts.group)):
+            raise view.error(
+                "experts", "are divided over ranks that have other tokens", "divide them over other ranks"
+            )
 
 
 def _work(module: nn.Module, part: Part, index: Tensor) -> tuple[int, int]:

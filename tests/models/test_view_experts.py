@@ -12,7 +12,9 @@ import torch.distributed as dist
 import transformers
 from conftest import Ranks
 from helpers.llms import SMALL
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import spar
 
@@ -97,6 +99,20 @@ def check_uses(rank: int, world: int, group: Group) -> None:
     forward = type(model.model.layers[0].mlp.experts).forward
     spar.unshard_model(model)
     assert model.model.layers[0].mlp.experts.forward.__func__ is forward
+
+
+def check_divided(rank: int, world: int, group: Group) -> None:
+    """Experts over the ranks of the sequence would add up rows of different tokens."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, _, _ = pair("qwen3_moe", "eager", group)
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(distribute_tensor(experts.down_proj.detach(), mesh, [Shard(0)]))
+    with pytest.raises(RuntimeError, match=r"experts at .* are divided over ranks that have other tokens"):
+        step(model, tokens(29))
+
+
+def test_experts_over_ranks_of_the_sequence_are_refused(pool: Ranks) -> None:
+    pool(2, check_divided)
 
 
 def check_gelu(rank: int, world: int, group: Group) -> None:
