@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What blocks add up to: outputs merged by the log-sum-exp of each query, and sums of gradients.
 
-The memory of a first block that covers all is taken. Otherwise memory is filled first, always so under
-torch.compile: the block that comes first is not known there without guards on sizes.
+The memory of a first block that covers all is taken, and converted to the dtype of the sums by a second one.
+Otherwise memory is filled first, always so under torch.compile: the block that comes first is not known there
+without guards on sizes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ class Sum:
         sample: the only one, [1, H, T, D], that the block has; -1: it has all.
         """
         if sample >= 0:
-            self._begin, self._sum = 0, self.total()
+            self._begin, self._sum = 0, self.total(self._dtype)
             self._sum[sample : sample + 1].narrow(2, begin, part.shape[2]).add_(part)
             return
         if self._sum is None and not is_dynamo_compiling():
-            self._begin, self._sum = begin, part.to(self._dtype)
+            self._begin, self._sum = begin, part
             return
         if self._sum is None:
-            self._sum = self.total()
+            self._sum = self.total(self._dtype)
         elif not is_dynamo_compiling():
+            self._sum = self._sum.to(self._dtype)
             before, behind = self._begin - begin, begin + part.shape[2] - self._begin - self._sum.shape[2]
             if before >= 0 <= behind and before + behind > 0:
                 # The part covers the sum, which is added to it.
@@ -47,14 +49,14 @@ class Sum:
                 part, self._sum = self._sum, part.to(self._dtype)
             elif before > 0 or behind > 0:
                 # Each begins or ends where the other is not.
-                self._begin, self._sum = 0, self.total()
+                self._begin, self._sum = 0, self.total(self._dtype)
         self._sum.narrow(2, begin - self._begin, part.shape[2]).add_(part)
 
-    def total(self) -> Tensor:
-        """Return the whole sum [B, H, S, D]; 0 where nothing was added."""
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole sum [B, H, S, D] in a dtype; 0 where nothing was added."""
         if self._sum is not None and (is_dynamo_compiling() or self._sum.shape[2] == self._like.shape[2]):
-            return self._sum
-        whole = torch.zeros_like(self._like, dtype=self._dtype)
+            return self._sum.to(dtype)
+        whole = torch.zeros_like(self._like, dtype=dtype)
         if self._sum is not None:
             whole.narrow(2, self._begin, self._sum.shape[2]).copy_(self._sum)
         return whole
@@ -78,11 +80,11 @@ class Merged:
         """
         size = out.shape[2]
         first = self._merged is None and not is_dynamo_compiling()
-        if first and sample < 0 and size == self._q.shape[2] and out.dtype == lse.dtype:
+        if first and sample < 0 and size == self._q.shape[2]:
             self._merged, self._end = (out, lse), size
             return
-        self._merged = self._merged or self.total()
-        merged, sums = self._merged
+        merged, sums = self.total()
+        self._merged = merged, sums = merged.to(sums.dtype), sums
         merged, sums = merged.narrow(2, query, size), sums.narrow(2, query, size)
         if sample >= 0:
             merged, sums = merged.narrow(0, sample, 1), sums.narrow(0, sample, 1)
@@ -100,7 +102,10 @@ class Merged:
         sums.copy_(torch.logaddexp(sums, lse))
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return the output, 0 for a query without keys, and the log-sum-exp."""
+        """Return the output, 0 for a query without keys, and the log-sum-exp.
+
+        The output is in the dtype of the sums, or in that of the only block.
+        """
         if self._merged is not None:
             return self._merged
         batch, heads, queries, _ = self._q.shape

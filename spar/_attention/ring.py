@@ -208,6 +208,7 @@ class Backward:
         # The weights of a query whose keys are all masked are then 0.
         may_be_empty = mask is not None or ring.scores.spans is not None
         self.of_output = grad, out, finite(lse) if may_be_empty else lse
+        self.is_only = sum(map(len, ring.round.steps)) == 1 and self.sinks is None
         self.dq, self.dk, self.dv = Sum(q, self.dtype), Sum(k, self.dtype), Sum(v, self.dtype)
         # Of other ranks' keys: the step, and the sums, which go back to their owners.
         self.unsent: list[tuple[int, Tensor]] = []
@@ -228,7 +229,7 @@ class Backward:
             self.add_blocks(step, k, v, dk, dv)
             if sending is not None:
                 ahead += self.receive(sending, coming)
-            self.unsent += ((step, dk.total()), (step, dv.total()))
+            self.unsent += ((step, dk.total(self.dtype)), (step, dv.total(self.dtype)))
             # Another rank's shard and its gradients must not stay while the next are computed.
             del k, v, dk, dv
         # The last blocks are those of this rank's shard: its gradients from other ranks arrive meanwhile.
@@ -241,7 +242,7 @@ class Backward:
             k, v = self.gathered
             sums += (Sum(k, self.dtype), Sum(v, self.dtype))
             self.add_blocks(1, k, v, sums[3], sums[4])
-        gradients = [x.total().to(self.q.dtype) for x in sums]
+        gradients = [x.total(self.q.dtype) for x in sums]
         return (*gradients, *(() if self.sinks is None else (self.of_sinks(self.sinks),)))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
@@ -261,7 +262,7 @@ class Backward:
             if block.sample >= 0:
                 parts = [x.narrow(0, block.sample, 1) for x in parts]
             kernel, inputs = self.blocks.of(block, self.q, k, v)
-            dq_part, dk_part, dv_part = kernel.backward(inputs, *parts)
+            dq_part, dk_part, dv_part = kernel.backward(inputs._replace(is_only=self.is_only), *parts)
             self.dq.add(block.query, dq_part, block.sample)
             dk.add(block.key, dk_part, block.sample)
             dv.add(block.key, dv_part, block.sample)
