@@ -16,13 +16,16 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers import flash_attn_standin, flex_standin
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs
+from torch.nn.attention import SDPBackend
 
 import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, flash_attn, kernel_for, reason_against
-from spar._attention.kernels.aten import FlashCuda
+from spar._attention.kernels.aten import CudnnCuda, FlashCuda
+from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.flash_attn import FlashAttn
-from spar._attention.kernels.kernel import Needs
+from spar._attention.kernels.flex import Flex
+from spar._attention.kernels.kernel import NO_WINDOW, Needs
 from spar._attention.strips import strip_blocks, strips_of
 from spar._exchange.layouts import Piece
 
@@ -33,6 +36,7 @@ DOCUMENTS = [7, 0, 15, 1]
 SHORT = {  # kernels for GPUs, of 16-bit tensors, and the calls of their stand-ins
     "flash_attn": {"forward", "backward"},
     "flash on a GPU": {"forward", "backward", "aten forward", "aten backward"},
+    "cudnn": {"forward", "backward", "cudnn forward", "cudnn backward"},
 }
 
 
@@ -43,12 +47,15 @@ def standins(**kernels: Any) -> Iterator[None]:
     ops = {
         "_scaled_dot_product_flash_attention": flash_attn_standin.aten_forward,
         "_scaled_dot_product_flash_attention_backward": flash_attn_standin.aten_backward,
+        "_scaled_dot_product_cudnn_attention": flash_attn_standin.cudnn_forward,
+        "_scaled_dot_product_cudnn_attention_backward": flash_attn_standin.cudnn_backward,
     }
     with (
         flash_attn_standin.installed(),
         flex_standin.installed(),
         mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn(), **kernels),
         mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
+        mock.patch("torch.backends.cuda.can_use_cudnn_attention", lambda call: True),
         mock.patch.multiple(torch.ops.aten, create=True, **ops),
     ):
         yield
@@ -89,7 +96,7 @@ def test_named_kernel_matches_one_process(ranks: Ranks, name: str) -> None:
 
 
 def check_with_standins(rank: int, world: int, group: Group, name: str) -> None:
-    kernels = {"flash": FlashCuda()} if name == "flash on a GPU" else {}
+    kernels = {"flash on a GPU": {"flash": FlashCuda()}, "cudnn": {"cudnn": CudnnCuda()}}.get(name, {})
     with standins(**kernels):
         flash_attn_standin.CALLS.clear()
         check_named(rank, world, group, name)
@@ -108,6 +115,52 @@ def test_first_kernel_that_can_compute_a_call() -> None:
     assert chosen(torch.float64) == chosen(torch.float32, 16) == "blockwise"
     other = torch.zeros(1, 1, 1, 8, device="meta")
     assert kernel_for(None, other, other, Needs()) is KERNELS["cpu"]["blockwise"]
+
+
+def test_choice_on_a_gpu() -> None:
+    names = {id(kernel): name for name, kernel in KERNELS["cuda"].items()}
+    long = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16).expand(1, 2, 4096, 8)
+
+    def chosen(x: torch.Tensor, torch_prefers: SDPBackend = SDPBackend.CUDNN_ATTENTION, **needs: bool) -> str:
+        with (
+            standins(),
+            mock.patch.dict(KERNELS, cpu=KERNELS["cuda"]),
+            mock.patch("torch._fused_sdp_choice", lambda *tensors, **options: torch_prefers.value),
+            mock.patch.object(Blockwise, "has_one_run", lambda self, q, v: q.size(2) < 4096),
+            mock.patch.object(Flex, "refuses", lambda self, q, v, needs: NO_WINDOW if needs.window else ""),
+        ):
+            return names[id(kernel_for(None, x, x, Needs(**needs)))]
+
+    short = long[:, :, :64]
+    assert chosen(long) == chosen(short) == "cudnn"
+    # It would plan for the sizes of each document.
+    assert chosen(long, varied=True) == chosen(long, SDPBackend.FLASH_ATTENTION) == "flash"
+    assert chosen(long, softcap=True) == chosen(long, window=True) == "flash_attn"
+    assert chosen(short, mask=True) == "blockwise" and chosen(long, mask=True) == "flex"
+    assert chosen(short.double()) == "blockwise"
+
+
+def check_documents_by_ulysses(rank: int, world: int, group: Group) -> None:
+    layout = SequenceLayout.packed(DOCUMENTS, group)
+    whole = inputs(23, 4, 2, torch.float64)
+    expected = expected_of(whole, causal=True, documents=DOCUMENTS)
+    attend = partial(spar.attention, layout=layout, causal=True, method="ulysses")
+    for prefers, calls in (
+        (SDPBackend.CUDNN_ATTENTION, {"aten forward"}),
+        (SDPBackend.FLASH_ATTENTION, set()),
+    ):
+        flash_attn_standin.CALLS.clear()
+        with (
+            standins(flash=FlashCuda()),
+            mock.patch("torch._fused_sdp_choice", lambda *tensors, answer=prefers.value, **options: answer),
+        ):
+            found = error_of(attend, [x.bfloat16() for x in whole], expected, layout.index())
+        assert found < 0.1
+        assert set(flash_attn_standin.CALLS) - {"forward"} == calls
+
+
+def test_no_plan_for_each_document(ranks: Ranks) -> None:
+    ranks(2, check_documents_by_ulysses)
 
 
 def test_reason_against_a_kernel() -> None:

@@ -79,7 +79,8 @@ def _ring(description: Description, place: Group | Place, q: Tensor, ends: Tenso
     first, heads = description.heads
     if q.size(1) < heads:
         spans = spans.of_heads(first, q.size(1))
-    scores = Scores(description.scale, description.softcap, spans, None, first, description.kernel or None)
+    kernel = description.kernel or None
+    scores = Scores(description.scale, description.softcap, spans, None, first, kernel, True)
     if place.world == 1:
         runs = pieces(tuple(description.queries), description.world, description.rank)
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])

@@ -28,7 +28,7 @@ from .blocks import blocks_before, blocks_of, own_block
 from .documents import gathered_of
 from .graph_op import Description, in_graph
 from .halo import BlocksMaker, halo_of, round_by, within
-from .kernels import can_compute
+from .kernels import can_compute, flash_instead_of_cudnn
 from .kernels.kernel import Needs
 from .long_blocks import long_blocks, suits
 from .masks import causal_mask, joined, sliced
@@ -64,8 +64,8 @@ def _part(problem: Problem, tensors: Tensors, first: int = 0) -> Part:
         sinks = None if sinks is None else sinks.narrow(0, first, count)
         if spans is not None and not torch.compiler.is_compiling():
             spans = spans.of_heads(first, count)
-    scores = Scores(problem.scale, weights.softcap, spans, weights.bias, first, weights.kernel)
-    return Part(tensors, mask, sinks, scores)
+    changes = weights.softcap, spans, weights.bias, first, weights.kernel, problem.varied
+    return Part(tensors, mask, sinks, Scores(problem.scale, *changes))
 
 
 def _documents(inputs: Inputs) -> list[Piece]:
@@ -227,6 +227,8 @@ def _kernel(problem: Problem, tensors: Tensors, mask: Tensor | None, causal: boo
         mask = lower if mask is None else joined(mask, lower)
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(q.dtype)
+    if mask is None and problem.varied and (flash := flash_instead_of_cudnn(q, v)):
+        return flash.attend(q, k, v, weights.dropout_p, causal, problem.scale)
     # torch takes no symbolic bool.
     grouped = {"enable_gqa": True} if q.size(1) != k.size(1) else {}
     return scaled_dot_product_attention(

@@ -129,6 +129,11 @@ class Problem:
     note: str
     computes: bool = True
 
+    @property
+    def varied(self) -> bool:
+        """As in Needs."""
+        return self.inputs.packed or self.inputs.listed or self.weights.uses_spans
+
 
 # The layouts of q, and of k and v.
 Layouts = tuple[SequenceLayout, SequenceLayout | None]

@@ -30,6 +30,7 @@ class Scores:
         bias: what is added to the scores.
         first_head: the number of the first head, for the bias.
         kernel: its name; None chooses one.
+        varied: as in Needs.
     """
 
     scale: float
@@ -38,6 +39,7 @@ class Scores:
     bias: Bias | None = None
     first_head: int = 0
     kernel: str | None = None
+    varied: bool = False
 
 
 class Blocks:
@@ -55,7 +57,8 @@ class Blocks:
     def of(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Kernel, BlockInputs]:
         """Return a block's kernel, and its parts of q, k and v with what is added to its scores."""
         masked = self._changed or block.partial
-        needs = Needs(masked, self._scores.softcap > 0, block.window is not None, block.spans is not None)
+        softcap, varied = self._scores.softcap, self._scores.varied
+        needs = Needs(masked, softcap > 0, block.window is not None, block.spans is not None, varied)
         kernel = self._kernels.get(needs)
         if kernel is None:
             kernel = kernel_for(self._scores.kernel, self._q, self._v, needs)
@@ -69,7 +72,7 @@ class Blocks:
         if mask is not None and causal:
             # A query may have no key left only by both together, which the kernel must see.
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
-        scale, softcap = self._scores.scale, self._scores.softcap
+        scale = self._scores.scale
         return kernel, BlockInputs(
             q, k, v, causal, mask, scale, softcap, block.window, has_empty, block.spans
         )

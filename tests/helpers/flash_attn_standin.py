@@ -120,7 +120,7 @@ def aten_forward(
 ) -> tuple[Tensor, ...]:
     """As aten's _scaled_dot_product_flash_attention, of [B, H, S, D], without its other results."""
     CALLS.append("aten forward")
-    assert not dropout_p and not debug and q.size(1) == k.size(1) and (not causal or q.size(2) == k.size(2))
+    assert not dropout_p and not debug and (not causal or q.size(2) == k.size(2))
     tensors = [x.transpose(1, 2) for x in (q, k, v)]
     out, lse, *_ = _flash_attn_forward(*tensors, 0.0, scale, causal, -1, -1, 0.0, None, False)
     return out.transpose(1, 2), lse
@@ -151,6 +151,56 @@ def aten_backward(
     tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
     gradients = [torch.empty_like(x) for x in tensors[1:4]]
     _flash_attn_backward(*tensors, lse, *gradients, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return [x.transpose(1, 2) for x in gradients]
+
+
+def cudnn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    with_lse: bool,
+    dropout_p: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """As aten's _scaled_dot_product_cudnn_attention, of [B, H, S, D], without its other results."""
+    CALLS.append("cudnn forward")
+    assert bias is None and with_lse and not dropout_p and not debug
+    assert not causal or q.size(2) == k.size(2)
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse, *_ = _flash_attn_forward(*tensors, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return out.transpose(1, 2), lse[..., None].contiguous()
+
+
+def cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    bias: None,
+    ends_q: None,
+    ends_k: None,
+    most_q: int,
+    most_k: int,
+    dropout_p: float,
+    causal: bool,
+    *,
+    scale: float,
+) -> list[Tensor]:
+    """As aten's backward, which reads the log-sum-exp as a contiguous [B, H, S, 1]."""
+    CALLS.append("cudnn backward")
+    assert bias is None and (most_q, most_k, dropout_p) == (q.size(2), k.size(2), 0.0)
+    assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+    tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
+    gradients = [torch.empty_like(x) for x in tensors[1:4]]
+    _flash_attn_backward(*tensors, lse[..., 0], *gradients, 0.0, scale, causal, -1, -1, 0.0, None, False)
     return [x.transpose(1, 2) for x in gradients]
 
 

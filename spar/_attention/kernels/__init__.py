@@ -3,21 +3,29 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .aten import FlashCpu, FlashCuda
+from .aten import CudnnCuda, FlashCpu, FlashCuda, prefers_cudnn
 from .blockwise import Blockwise
 from .flash_attn import FlashAttn
 from .flex import Flex
 from .kernel import Kernel, Needs
 
-_BLOCKWISE: Kernel = Blockwise()
-_FLEX: Kernel = Flex()
-# By device type and name. The first that does not refuse a block computes it. Blockwise refuses only windows
-# and spans: kernels after it compute blocks with spans, and others if they are named.
+_BLOCKWISE = Blockwise()
+_CUDNN = CudnnCuda()
+_FLEX = Flex()
+# By device type and name, in the order in which `kernel_for` asks them. Blockwise refuses only windows and
+# spans.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
-    "cuda": {"flash": FlashCuda(), "flash_attn": FlashAttn(), "blockwise": _BLOCKWISE, "flex": _FLEX},
+    "cuda": {
+        "cudnn": _CUDNN,
+        "flash": FlashCuda(),
+        "flash_attn": FlashAttn(),
+        "blockwise": _BLOCKWISE,
+        "flex": _FLEX,
+    },
 }
 _ON_ANY_DEVICE = {"blockwise": _BLOCKWISE}
 NAMES = tuple(sorted({name for kernels in KERNELS.values() for name in kernels}))
@@ -30,14 +38,29 @@ def reason_against(name: str, q: Tensor, v: Tensor, needs: Needs) -> str:
 
 
 def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
-    """Return the named kernel, or the first that can compute blocks of these tensors."""
+    """Return the named kernel, or the first that suits blocks of these tensors; else blockwise."""
     kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
     if name is not None:
         return kernels[name]
     for kernel in kernels.values():
-        if not _refusal(kernel, q, v, needs):
+        if _suits(kernel, q, v, needs) and not _refusal(kernel, q, v, needs):
             return kernel
-    raise AssertionError("blockwise refuses nothing")
+    return _BLOCKWISE
+
+
+def flash_instead_of_cudnn(q: Tensor, v: Tensor) -> FlashCuda | None:
+    """Return the flash kernel where torch takes cuDNN's, which would make a plan for each document's length."""
+    kernel = KERNELS.get(q.device.type, {}).get("flash")
+    if not isinstance(kernel, FlashCuda) or torch.compiler.is_compiling() or not prefers_cudnn(q, v):
+        return None
+    return None if _refusal(kernel, q, v, Needs()) else kernel
+
+
+def _suits(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> bool:
+    """Whether to take a kernel if it can compute the blocks: those behind it may be faster."""
+    if kernel is _CUDNN:
+        return not needs.varied and prefers_cudnn(q, v)
+    return kernel is not _BLOCKWISE or _BLOCKWISE.has_one_run(q, v)
 
 
 def can_compute(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own flash attention, behind scaled_dot_product_attention: one set of ops for CPUs, one for GPUs."""
+"""The kernels behind torch's scaled_dot_product_attention: flash attention for CPUs and GPUs, and cuDNN's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs
 
@@ -42,8 +43,64 @@ class FlashCpu:
         return cast(Gradients, gradients)
 
 
+class CudnnCuda:
+    """By cuDNN. It makes a plan for each combination of sizes, once."""
+
+    def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
+        if reason := lacks(needs) or refuses_16_bits(q, v, needs):
+            return reason
+        if not torch.backends.cuda.cudnn_sdp_enabled():
+            return "torch.backends.cuda.enable_cudnn_sdp(False) was called"
+        # v in the place of k, which has its shape.
+        call = torch.backends.cuda.SDPAParams(q, v, v, None, 0.0, False, q.size(1) != v.size(1))
+        return "" if torch.backends.cuda.can_use_cudnn_attention(call) else "torch has no cuDNN that can"
+
+    def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        q, k, v, causal, _, scale, *_ = block
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.view(q.shape[:3])
+
+    def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, causal, _, scale, *_ = block
+        none = _no_random_numbers(q)
+        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous()[..., None],
+            none,
+            none,
+            None,
+            None,
+            None,
+            q.size(2),
+            k.size(2),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return cast(Gradients, gradients)
+
+
+def prefers_cudnn(q: Tensor, v: Tensor) -> bool:
+    """Whether scaled_dot_product_attention takes cuDNN's kernel: on Hopper and newer, unless told not to."""
+    choice = torch._fused_sdp_choice(q, v, v, enable_gqa=q.size(1) != v.size(1))
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
 class FlashCuda:
     """By FlashAttention-2, on GPUs."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, scale: float) -> Tensor:
+        """Return the output alone, of which torch has gradients."""
+        out: Tensor = _aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, causal, False, scale=scale
+        )[0]
+        return out
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -54,21 +111,17 @@ class FlashCuda:
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, _, scale, *_ = block
-        k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, _, scale, *_ = block
-        heads = k.size(1)
-        # The state of the random numbers, of which dropout would use some.
-        none = torch.empty((), dtype=torch.int64, device=q.device)
-        k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
+        none = _no_random_numbers(q)
         lse = lse.contiguous()  # its kernel does not read strides
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
         )
-        return dq, _summed(dk, heads), _summed(dv, heads)
+        return cast(Gradients, gradients)
 
 
 def lacks(needs: Needs) -> str:
@@ -91,10 +144,6 @@ def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
     return ""
 
 
-def _expanded(x: Tensor, heads: int) -> Tensor:
-    """Repeat key heads, so that each query head has one."""
-    return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1)
-
-
-def _summed(x: Tensor, heads: int) -> Tensor:
-    return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32)
+def _no_random_numbers(q: Tensor) -> Tensor:
+    """Return a state of the generator, which dropout alone would read."""
+    return torch.empty((), dtype=torch.int64, device=q.device)

@@ -19,6 +19,10 @@ class Blockwise:
             return NO_WINDOW
         return NO_SPANS if needs.spans else ""
 
+    def has_one_run(self, q: Tensor, v: Tensor) -> bool:
+        """Whether it is as fast as a compiled kernel: always on a CPU, else if all scores fit at once."""
+        return q.is_cpu or q.shape[:3].numel() * v.size(2) <= _SCORES
+
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         block = _grouped(block)
         outs, sums = [], []

@@ -85,6 +85,9 @@ class Flex:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in block[:3]]
             out_of_block, lse_of_block = _attend(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        if block.is_only:
+            dq, dk, dv = torch.autograd.grad(out_of_block, leaves, grad)
+            return dq, dk, dv
         # out is the sum over blocks of exp(lse_of_block - lse) * out_of_block, and so on for lse.
         weight = torch.exp(lse_of_block.detach() - finite(lse))
         inner = (grad.to(kind) * (out_of_block.detach().to(kind) - out.to(kind))).sum(-1)
@@ -106,14 +109,14 @@ def _why_not_wide(q: Tensor, v: Tensor) -> str:
 
 
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:
-    q, k, v, causal, mask, scale, softcap, _, _, spans = block
+    q, k, v, causal, mask, scale, softcap, *_ = block
     change = None if mask is None else _added(mask)
     if causal:
         change = _causal
     if softcap:
         # A tensor: torch.compile would make a symbol of a float, and not all versions compile that here.
         change = _capped(torch.full((), softcap, device=q.device), change)
-    blocks = None if spans is None else block_mask_of(spans, q.device)
+    blocks = None if block.spans is None else block_mask_of(block.spans, q.device)
     return _compiled(_variant(block, blocks))(
         q,
         k,

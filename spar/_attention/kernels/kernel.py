@@ -22,6 +22,7 @@ class BlockInputs(NamedTuple):
             which there is at least one.
         has_empty: whether the mask may leave a query no key.
         spans: which of these keys each of these queries attends to; None: what is above says it.
+        is_only: whether the output and the log-sum-exp that backward gets are this block's.
     """
 
     q: Tensor
@@ -34,15 +35,20 @@ class BlockInputs(NamedTuple):
     window: tuple[int, int] | None = None
     has_empty: bool = True
     spans: Spans | None = None
+    is_only: bool = False
 
 
 class Needs(NamedTuple):
-    """What a kernel must have besides attention itself: masks, a cap of the scores, windows, spans."""
+    """What a kernel must have besides attention itself: masks, a cap of the scores, windows, spans.
+
+    varied: whether the blocks' sizes differ from call to call, as those of documents do.
+    """
 
     mask: bool = False
     softcap: bool = False
     window: bool = False
     spans: bool = False
+    varied: bool = False
 
 
 NO_WINDOW = "it takes masks instead of windows"
