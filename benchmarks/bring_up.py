@@ -83,6 +83,15 @@ STAGES = (
     ),
     Stage("attention", "Attention kernels", "gpu_attention.py", (), 90, (kit.PACKAGE,), shares=True),
     Stage(
+        "flex",
+        "Attention by flex_attention",
+        "gpu_attention.py",
+        ("--flex",),
+        200,
+        (kit.PACKAGE,),
+        shares=True,
+    ),
+    Stage(
         "loop",
         "Operations between two ranks on one GPU over the loop library",
         "stages/loop.py",

@@ -3,6 +3,7 @@
 
 Every method with every kernel that can compute a case, outputs and gradients, against float64 on each rank.
 Needs spar and torch with CUDA. Starts ranks as gpu_ops.py does. `--device cpu` runs the kernels of CPUs.
+`--flex` checks flex_attention alone, for which torch compiles a graph for each case and direction.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from spar import SequenceLayout, Spans
 METHODS = ("ulysses", "gather", "ring")
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # of norms
-KERNELS: dict[str, dict[torch.dtype, tuple[str | None, ...]]] = {
+Kernels = dict[torch.dtype, tuple[str | None, ...]]
+FLEX: Kernels = {torch.bfloat16: ("flex",)}
+KERNELS: dict[str, Kernels] = {
     "cuda": {
-        torch.bfloat16: (None, "flash", "blockwise", "flex"),
-        torch.float16: (None, "flash"),
+        torch.bfloat16: (None, "cudnn", "flash", "blockwise"),
+        torch.float16: (None, "cudnn", "flash"),
         torch.float32: (None, "blockwise"),
     },
     "cpu": {torch.float32: (None, "flash", "blockwise"), torch.bfloat16: (None,)},
@@ -130,7 +133,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     tokens = options.tokens
     report.say(f"{world} ranks, {tokens} tokens. The largest error of outputs and gradients, of their norm:")
     report.table("dtype, kernel", *(case.name for case in cases(tokens, device)))
-    for dtype, kernels in KERNELS[device.type].items():
+    for dtype, kernels in (FLEX if options.flex else KERNELS[device.type]).items():
         for kernel in kernels:
             check_kernel(report, tokens, device, dtype, kernel)
     dist.barrier()
@@ -145,6 +148,7 @@ def main() -> int:
     )
     gpu_ranks.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--flex", action="store_true", help="check flex_attention alone")
     options = parser.parse_args()
     return gpu_ranks.start(run, options, "gpu_attention")
 
