@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bench-hosts bring-up-kit soak test test-benchmarks test-core test-models \
+.PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-core test-models \
 	test-newest models-table test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
@@ -45,6 +45,7 @@ help:
 	@echo 'make bench-attention  time attention against one process and the usual code (RANKS=2, ARGS=...)'
 	@echo 'make bench-mpi  time all_to_all against MPI (RANKS=2, ARGS=...; installs mpich and mpi4py)'
 	@echo 'make bench-hosts  time exchanges between hosts, which are network namespaces; as root (ARGS=--help)'
+	@echo 'make figures  run all benchmarks and write docs/figures.md, for half an hour; as root (ARGS=--help)'
 	@echo 'make bring-up-kit  build what benchmarks/bring_up.py needs on a machine with a GPU, into build/bring-up'
 	@echo 'make soak    make random calls under random kills, stops and mismatches (SECONDS=60, ARGS=seed), then many groups and exits'
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell, actionlint and zizmor'
@@ -80,6 +81,10 @@ bench-mpi: .venv/.mpi
 # As root: network namespaces are the hosts.
 bench-hosts: build
 	@$(BIN)/python benchmarks/hosts.py $(ARGS)
+
+# All benchmarks of CPUs: the tables and plots of docs/figures.md.
+figures: build .venv/.mpi .venv/.models
+	@$(BIN)/python benchmarks/figures.py $(ARGS)
 
 # Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu.md).
 bring-up-kit: build

@@ -49,7 +49,7 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
 
 
 def flash_instead_of_cudnn(q: Tensor, v: Tensor) -> FlashCuda | None:
-    """Return the flash kernel where torch takes cuDNN's, which would make a plan for each document's length."""
+    """Return the flash kernel where torch takes cuDNN's, which makes a plan for each document's length."""
     kernel = KERNELS.get(q.device.type, {}).get("flash")
     if not isinstance(kernel, FlashCuda) or torch.compiler.is_compiling() or not prefers_cudnn(q, v):
         return None

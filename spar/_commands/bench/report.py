@@ -22,6 +22,8 @@ copy_: spar's time as a multiple of copy_'s
 engine: the part of the median that torch's engine takes
 other way: spar's time in that way"""
 
+SMALL = 1 << 20  # bytes: below, a call in Python takes longer than the copy
+
 
 @dataclass
 class Time:
@@ -119,26 +121,45 @@ def save(
     return f"{out}.json, {out}.png"
 
 
+def is_view(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether the operation copies nothing: the largest of its sizes takes less than a tenth of a copy."""
+    same = [r for r in rows if (r.operation, r.direction) == (row.operation, row.direction)]
+    largest = max(same, key=lambda r: r.size)
+    return largest.spar.median < largest.copy.median / 10
+
+
+def time_text(seconds: float) -> str:
+    """Write a time with two or three digits."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw each operation's ratios by size. Needs matplotlib."""
+    """Draw each operation's ratios by size, but times where a call takes longer than a copy in any case.
+
+    Views are left out: they take no time that grows with the size. Needs matplotlib.
+    """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row.direction != "recorded"]
+    rows = [row for row in rows if row.direction != "recorded" and not is_view(row, rows)]
     names = list(dict.fromkeys(f"{row.operation}, {row.direction}" for row in rows))
     sizes = sorted({row.size for row in rows})
     panels: dict[str, tuple[float, Callable[[Row], float]]] = {
         "times faster than the usual formulation": (100, lambda r: r.formulation.median / r.spar.median),
-        "times as fast as Tensor.copy_": (20, lambda r: r.copy.median / r.spar.median),
+        "times as fast as Tensor.copy_; below 1 MB the time": (4, lambda r: r.copy.median / r.spar.median),
     }
     figure = Figure(figsize=(13, 0.36 * len(names) + 1.6), layout="constrained")
     figure.suptitle(title)
     for axes, (label, (most, ratio)) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
-        values = [[0.0] * len(sizes) for _ in names]
+        values = [[float("nan")] * len(sizes) for _ in names]
         for row in rows:
             y, x, value = names.index(f"{row.operation}, {row.direction}"), sizes.index(row.size), ratio(row)
-            values[y][x] = value
-            axes.text(x, y, f"{value:.{int(value < 100)}f}", ha="center", va="center", size=8)
+            text = f"{value:.{int(value < 100)}f}"
+            if "copy_" in label and row.size < SMALL:
+                text = time_text(row.spar.median)
+            else:
+                values[y][x] = value
+            axes.text(x, y, text, ha="center", va="center", size=8)
         axes.imshow(values, aspect="auto", cmap="RdYlGn", norm=LogNorm(1 / most, most))
         axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
         axes.set_yticks(range(len(names)), names)
