@@ -17,6 +17,7 @@ from .. import _C
 from .._control.agreement import agree, mark_reported
 from .._control.process_group import backend_name
 from .._control.state import LOCAL, OVER, SHARED, GroupState, Transport
+from .._deprecated import warn_of_removed_variables
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
 from ..errors import SparError
@@ -145,6 +146,7 @@ def _read_settings(group: GroupState, facts: bytes) -> None:
     group.core_share = _C.core_share(facts, group.rank, group.local_ranks)
     _C.threads(torch.get_num_threads(), group.core_share)
     read_settings(group)
+    warn_of_removed_variables()
 
 
 def known_rejections(group: GroupState, device: str) -> tuple[tuple[str, str], ...]:

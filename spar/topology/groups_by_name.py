@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._deprecated import warn_deprecated
+
 MESH = ("dp_replicate", "dp_shard", "ulysses", "ring", "tp")
 FLAT = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -92,9 +94,18 @@ class ParallelState:
         self,
         meshes: dict[str, DeviceMesh] | None = None,
         groups: dict[str, dist.ProcessGroup] | None = None,
-        cp_neighbours: str | None = None,
+        cp_neighbours: str | bool | None = None,
+        *,
+        ring_by_ring: bool | None = None,
     ) -> None:
-        """cp_neighbours: see `get_cp_neighbours`."""
+        """cp_neighbours: see `get_cp_neighbours`. ring_by_ring: deprecated; True is cp_neighbours="ring"."""
+        if isinstance(cp_neighbours, bool):  # where spar 0.1 had ring_by_ring
+            cp_neighbours, ring_by_ring = None, cp_neighbours
+        if ring_by_ring is not None:
+            warn_deprecated(
+                "ParallelState(ring_by_ring=)", 'cp_neighbours="ring", or None for False', "0.3.0"
+            )
+            cp_neighbours = "ring" if ring_by_ring else cp_neighbours
         self._meshes = meshes or {}
         self._groups = groups or {}  # groups outside any mesh
         self._cp_neighbours = cp_neighbours

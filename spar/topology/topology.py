@@ -8,7 +8,6 @@ parallel state, vLLM-Omni's coordinators and LightRFT's single sequence group.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import threading
 import warnings
@@ -18,6 +17,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from .._deprecated import outside_level
 from . import checkpoint
 from .groups_by_name import ParallelState
 
@@ -156,14 +156,11 @@ def warn_if_unsharded(name: str) -> None:
     if ranks < 2:
         return
     _warned = True
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "spar":
-        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"{name} returns its input unsharded: {where.format(ranks)}, but the current topology has no "
         "sequence group, so its size is 1; call init_parallel_state, take_over_mesh or "
         "set_sequence_parallel_group of spar.parallel_state first",
-        stacklevel=level,
+        stacklevel=outside_level(),
     )
 
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names, arguments and settings of 0.1.0 that have changed: a warning, or a line in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+
+import spar
+from spar.parallel_state import ParallelState
+
+CHANGELOG = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+REMOVAL = "0.3.0"  # the release that removes what warns here
+
+
+@pytest.mark.parametrize(("given", "neighbours"), [(True, "ring"), (False, None)])
+def test_ring_by_ring_warns_and_works(given: bool, neighbours: str | None) -> None:
+    expected = rf"ring_by_ring=\) is deprecated .* {re.escape(REMOVAL)}; use cp_neighbours"
+    with pytest.warns(DeprecationWarning, match=expected) as caught:
+        by_name = ParallelState(ring_by_ring=given)
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=expected):
+        by_place = ParallelState(None, None, given)  # type: ignore[arg-type,unused-ignore]
+    for state in (by_name, by_place):
+        assert state.get_cp_neighbours() == neighbours and state.is_cp_ring_by_ring() is given
+
+
+def test_current_arguments_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ParallelState(cp_neighbours="ulysses").get_cp_neighbours() == "ulysses"
+
+
+def gather_with_affinity(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    pair = dist.new_group(list(range(world)))
+    with mock.patch.dict(os.environ, SPAR_AFFINITY="1"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spar.gather_forward_split_backward(torch.zeros(2), pair, 0)
+        spar.gather_forward_split_backward(torch.zeros(2), pair, 0)
+    (warning,) = (w for w in caught if "SPAR_AFFINITY" in str(w.message))
+    assert warning.category is DeprecationWarning and warning.filename == __file__
+    assert "no effect since spar 0.2.0" in str(warning.message) and REMOVAL in str(warning.message)
+
+
+@pytest.mark.one_transport
+def test_removed_variable_warns_once_per_group(ranks: Ranks) -> None:
+    ranks(2, gather_with_affinity)
+
+
+def test_what_is_gone_is_in_the_changelog() -> None:
+    """What no warning covers has its line: undocumented modules, and a counter that was always 0."""
+    section = CHANGELOG.split("\n## [0.2.0]")[1].split("\n## [0.1.0]")[0]
+    parts = {part.split("\n")[0]: part for part in section.split("\n### ")[1:]}
+    gone = ("spar.exchanges", "spar.collectives", "spar.hybrid")
+    for name in (*gone, "calls.p2p", "SPAR_AFFINITY"):
+        assert f"`{name}`" in parts["Removed"], name
+    assert "ring_by_ring" in parts["Deprecated"]
+    assert not any(importlib.util.find_spec(name) for name in gone)
+    assert "calls.p2p" not in spar.memory_stats()
