@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,59 @@ def test_failed_import_leaves_no_module_and_its_own_text(checkout: Path) -> None
     broken.write_text("no library")
     done = subprocess.run(run, cwd=checkout, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.startswith(f"[] {broken}: ") and "checkout" not in done.stdout
+
+
+CHANGES = """# Changelog
+
+## [Unreleased]
+
+## [1.2.0] - 2026-01-31
+
+### Added
+
+- A thing: [docs/a.md](docs/a.md).
+
+## [1.1.0]
+
+- No date.
+
+## [1.0.0] - 2025-12-31
+
+## [0.9.0] - 2025-11-30
+"""
+
+
+def release_notes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.syspath_prepend(str(ROOT / "release"))
+    function: Callable[..., str] = runpy.run_path(str(ROOT / "release" / "notes.py"))["notes"]
+    return function
+
+
+def test_release_notes_are_the_section_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = release_notes(monkeypatch)
+    assert notes("v1.2.0", "1.2.0", CHANGES, None) == "### Added\n\n- A thing: [docs/a.md](docs/a.md)."
+    linked = notes("v1.2.0", "1.2.0", CHANGES, "https://example.org/me/spar/")
+    assert linked.endswith("[docs/a.md](https://example.org/me/spar/blob/v1.2.0/docs/a.md).")
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "expected"),
+    [
+        ("v1.2.1", "1.2.0", "the tag is v1.2.1, and the version of the source 1.2.0"),
+        ("1.2.0", "1.2.0", "expected the tag v1.2.0"),
+        ("v1.2", "1.2", r"no section '## \[1.2\]"),
+        ("v1.1.0", "1.1.0", r"has '## \[1.1.0\]'; expected .*YYYY-MM-DD"),
+        ("v1.0.0", "1.0.0", r"nothing below '## \[1.0.0\] - 2025-12-31'"),
+    ],
+)
+def test_release_without_notes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tag: str, version: str, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        release_notes(monkeypatch)(tag, version, CHANGES, None)
+
+
+def test_this_version_has_release_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = runpy.run_path(str(ROOT / "spar" / "_version.py"))["__version__"]
+    text = release_notes(monkeypatch)(f"v{version}", version, (ROOT / "CHANGELOG.md").read_text(), None)
+    assert "### " in text and "\n## [" not in text
