@@ -108,6 +108,8 @@ def sounds(model: Any) -> Iterator[Batch]:
 
 def waves(model: Any) -> Iterator[Batch]:
     yield {"input_values": draw(model, ROWS, SAMPLES)}
+    mask = torch.ones(ROWS, SAMPLES, dtype=torch.long)
+    yield {"input_values": draw(model, ROWS, 1, SAMPLES), "padding_mask": mask}
 
 
 def _fuyu(model: Any) -> Iterator[Batch]:

@@ -90,6 +90,12 @@ _CODES = {f"IMGIMG{chr(ord('A') + code)}Z": FIRST_SPECIAL + code for code in ran
 _MOE = {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1}
 _SAM = {"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "window_size": 4, "mlp_dim": 48}
 OVERRIDES: dict[str, Batch] = {
+    "apertus1p5": {
+        "vision_config": {"codebook_size": 6},
+        "audio_config": {"codebook_size": 6, "codebook_dim": WIDTH},
+        "image_token_offset": 20,
+        "audio_token_offset": 26,
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {
         "vocabulary_map": {"<image>": IMAGE} | _CODES,
@@ -172,6 +178,7 @@ OVERRIDES: dict[str, Batch] = {
             "head_dim": 8,
         }
     },
+    "hy_v4_vl": {"text_config": _rope(2, 1, 1)},
     "instructblip": {"image_token_index": IMAGE},
     "instructblipvideo": {"video_token_index": VIDEO},
     "janus": {"vq_config": {"channel_multiplier": [1, 1], "num_embeddings": 16, "num_patches": 4}},
