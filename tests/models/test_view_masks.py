@@ -309,10 +309,12 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "window": lambda: masking_utils.sliding_window_causal_mask_function(5),
     "window of both sides": lambda: masking_utils.sliding_window_bidirectional_mask_function(3),
     "chunks": _chunks,
-    "documents": lambda: masking_utils.packed_sequence_compatibility_function(
-        masking_utils.sliding_window_causal_mask_function(3),
-        torch.tensor([[*range(9), *range(15)], [*range(1, 20), *range(5)]]),
-        torch.tensor([[0] * 9 + [1] * 15, [0] * 19 + [1] * 5]),
+    "documents": lambda: masking_utils.and_masks(
+        masking_utils.packed_sequence_mask_function(torch.tensor([[0] * 9 + [1] * 15, [0] * 19 + [1] * 5])),
+        masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.sliding_window_causal_mask_function(3),
+            torch.tensor([[*range(9), *range(15)], [*range(1, 20), *range(5)]]),
+        ),
     ),
     "blocks": lambda: masking_utils.and_masks(
         masking_utils.or_masks(

@@ -163,14 +163,16 @@ def masks_of(
     whole = copy.copy(config)
     whole._attn_implementation_internal = WHOLE
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+    takes = inspect.signature(create).parameters
+    cache = "cache" if "cache" in takes else "past_key_values"  # as up to transformers 5.23
     given = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
     wanted = create(
         config=whole,
         inputs_embeds=torch.empty(batch, total, 0, dtype=model.dtype, device=tokens.device),
         attention_mask=attention_mask,
-        past_key_values=None,
         position_ids=position_ids,
-        **{name: x for name, x in given.items() if name in inspect.signature(create).parameters},
+        **{cache: None},
+        **{name: x for name, x in given.items() if name in takes},
     )
     if not isinstance(wanted, dict):
         return _made(wanted, layout)
