@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from torch.nn.attention import SDPBackend
 import spar
 from spar import SequenceLayout
 from spar._attention.kernels import KERNELS, flash_attn, kernel_for, reason_against
-from spar._attention.kernels.aten import CudnnCuda, FlashCuda
+from spar._attention.kernels.aten import CudnnCuda, FlashCpu, FlashCuda
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.flex import Flex
-from spar._attention.kernels.kernel import NO_WINDOW, Needs
+from spar._attention.kernels.kernel import NO_WINDOW, BlockInputs, Needs
 from spar._attention.strips import strip_blocks, strips_of
 from spar._exchange.layouts import Piece
 
@@ -276,3 +276,30 @@ def test_strips_are_the_spans() -> None:
         assert torch.equal(covered, spans.dense()[0, 0].to(torch.int32)), spans
     assert strips_of(spar.Spans.padding(torch.arange(400) // 50 % 2)) is None
     assert strips_of(spar.Spans.documents(torch.arange(4000) // 2)) is None
+
+
+@pytest.mark.parametrize(("version", "passed"), [("2.6.0+cpu", 4), ("2.12.1", 4), ("2.13.0", 2)])
+def test_older_kernels_for_cpus_receive_a_key_head_for_each_query_head(version: str, passed: int) -> None:
+    """That of torch 2.6 reads and writes outside of the tensors otherwise."""
+    q, k, v = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
+    upper, seen = torch.randn(1, 4, 6, 8), []
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    expected = torch.autograd.grad(whole, (q, k, v), upper)
+
+    def spied(op: Callable[..., Any], first: int) -> Callable[..., Any]:
+        def call(*tensors: Any, **settings: Any) -> Any:
+            seen.append(tensors[first].size(1))
+            return op(*tensors, **settings)
+
+        return call
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward")
+    ops = {name: spied(forward, 1), f"{name}_backward": spied(backward, 2)}
+    block = BlockInputs(q.detach(), k.detach(), v.detach(), False, None, 8**-0.5)
+    with mock.patch.object(torch, "__version__", version), mock.patch.multiple(torch.ops.aten, **ops):
+        out, lse = FlashCpu().forward(block)
+        gradients = FlashCpu().backward(block, upper, out, lse)
+    assert seen == [passed, passed]
+    for found, wanted in zip((out, *gradients), (whole, *expected), strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs
+from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs, torch_version
 
 _aten = torch.ops.aten
 
@@ -26,6 +26,8 @@ class FlashCpu:
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, mask, scale, *_ = block
+        if not _takes_fewer_key_heads():
+            k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
@@ -37,10 +39,13 @@ class FlashCpu:
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, mask, scale, *_ = block
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        heads = k.size(1)
+        if not _takes_fewer_key_heads():
+            k, v = _expanded(k, q.size(1)), _expanded(v, q.size(1))
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return cast(Gradients, gradients)
+        return dq, _summed(dk, heads), _summed(dv, heads)
 
 
 class CudnnCuda:
@@ -147,3 +152,20 @@ def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
 def _no_random_numbers(q: Tensor) -> Tensor:
     """Return a state of the generator, which dropout alone would read."""
     return torch.empty((), dtype=torch.int64, device=q.device)
+
+
+def _takes_fewer_key_heads() -> bool:
+    """Return whether torch's kernel for CPUs computes fewer key heads than query heads.
+
+    That of torch 2.6 reads and writes outside of the tensors; 2.13 is the oldest in which it was verified.
+    """
+    return torch_version() >= (2, 13)
+
+
+def _expanded(x: Tensor, heads: int) -> Tensor:
+    """Repeat key heads, so that each query head has one."""
+    return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), 1)
+
+
+def _summed(x: Tensor, heads: int) -> Tensor:
+    return x if x.size(1) == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .block_mask import block_mask_of, intervals_of
-from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
+from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite, torch_version
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
 # Narrower products have no kernel.
@@ -100,8 +100,7 @@ def _why_not_wide(q: Tensor, v: Tensor) -> str:
     widths = q.size(3), v.size(3)
     if min(widths) < _NARROWEST:
         return f"the heads' widths are {widths[0]} and {widths[1]}, not at least {_NARROWEST}"
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < _ANY_WIDTH and any(width & (width - 1) for width in widths):
+    if torch_version() < _ANY_WIDTH and any(width & (width - 1) for width in widths):
         return (
             f"torch {torch.__version__} computes widths that are powers of 2, not {widths[0]} and {widths[1]}"
         )

@@ -86,3 +86,9 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 def finite(lse: Tensor) -> Tensor:
     """Replace the -inf of a query without keys: exp(-inf - 0) is 0, and exp(-inf + inf) is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def torch_version() -> tuple[int, int]:
+    """Return torch's version, on which depends what its kernels can compute."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
