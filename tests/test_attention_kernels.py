@@ -25,7 +25,7 @@ from spar._attention.kernels.aten import CudnnCuda, FlashCpu, FlashCuda
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.flex import Flex
-from spar._attention.kernels.kernel import NO_WINDOW, BlockInputs, Needs
+from spar._attention.kernels.kernel import NO_WINDOW, BlockInputs, Needs, torch_version
 from spar._attention.strips import strip_blocks, strips_of
 from spar._exchange.layouts import Piece
 
@@ -281,6 +281,8 @@ def test_strips_are_the_spans() -> None:
 @pytest.mark.parametrize(("version", "passed"), [("2.6.0+cpu", 4), ("2.12.1", 4), ("2.13.0", 2)])
 def test_older_kernels_for_cpus_receive_a_key_head_for_each_query_head(version: str, passed: int) -> None:
     """That of torch 2.6 reads and writes outside of the tensors otherwise."""
+    if passed == 2 and torch_version() < (2, 13):
+        pytest.skip(f"torch {torch.__version__} cannot compute it")
     q, k, v = (torch.randn(1, heads, 6, 8, requires_grad=True) for heads in (4, 2, 2))
     upper, seen = torch.randn(1, 4, 6, 8), []
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
