@@ -25,7 +25,7 @@ BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
 .PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-core test-models \
-	test-newest models-table test-platforms check test-asan fuzz lint format docs build wheels smoke ci clean gone
+	test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo 'make lint    run clang-format, clang-tidy, ruff, mypy, codespell, actionlint and zizmor'
 	@echo 'make format  let clang-format and ruff rewrite the files'
 	@echo 'make docs    build the site of documents into build/site; a broken link fails'
+	@echo 'make docs-check  build the site, and measure its pages in headless Chromium, at three widths'
 	@echo 'make build   install spar and what the demo needs into .venv'
 	@echo 'make wheels  build what PyPI takes into dist: a source distribution, and wheels for Linux'
 	@echo 'make ci      run .ci/run: all checks, as root on Debian'
@@ -201,6 +202,10 @@ format: .venv/.lint
 docs: .venv/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs -q build --strict $(ARGS)
 	@echo 'build/site/index.html'
+
+# Chromium is of the system: without it the tests are skipped.
+docs-check: docs .venv/.test
+	@$(BIN)/pytest -q tests/site
 
 wheels: .venv/.release
 	@echo 'building dist/'

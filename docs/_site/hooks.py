@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 SOURCES = {page: name for name, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#:\s]+)(#[^()\s]*)?\)")
-INLINE = re.compile(r"<code>[^<]*-[^<]*</code>")
-WORD = re.compile(r"(?<![^\s>])[^\s<>]*-[^\s<>]*")
+INLINE = re.compile(r"<code>[^<]*[-(\[{][^<]*</code>")
+WORD = re.compile(
+    r"(?<![^\s>])(?=[^\s<>]*[-(\[{])[^\s<>]{1,36}(?![^\s<>])"
+)  # an entity counts as its letters
 REQUEST = re.compile(
     r"""<(?:script|img|iframe|source|link(?![^>]*rel="?canonical))\b[^>]*\b(?:src|href)="?(?:https?:)?//[^>]*>"""
 )
@@ -62,7 +64,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark words with hyphens in code, at which browsers would break lines."""
+    """Mark words in code with hyphens and brackets, at which browsers would break lines."""
     return INLINE.sub(lambda code: WORD.sub(r'<span class="word">\g<0></span>', code[0]), html)
 
 
