@@ -71,11 +71,13 @@ def shard(
     loss by their number.
 
     Args:
-        model: a causal language model of transformers that uses the registered attention; it may be inside
-            PEFT, DDP, FSDP2 (fully_shard) or torch.compile.
+        model: a causal language model of transformers that uses the registered attention, the model inside
+            it, or one with a head of classification or question answering over it; it may be inside PEFT, DDP, FSDP2 (fully_shard) or torch.compile.
         batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
             `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]` or
-            `spar.Spans`), labels or shift_labels, and what transformers' collators add for flash attention.
+            `spar.Spans`), labels or shift_labels (classification of sequences: labels of samples; question
+            answering: start_positions and end_positions), and what transformers' collators add for flash
+            attention.
             With num_items_in_batch, the number of all ranks' labels in the step, labels are not counted.
         layout: how the sequence lies on the ranks. None: packed if position_ids restart, in the same places
             in each sample, and each rank then has a token; else zigzag if keys are gathered or go round a
@@ -98,7 +100,8 @@ def shard(
 
     Returns:
         A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence as
-        `spar.Spans`, shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False.
+        `spar.Spans`, shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False. Where a
+        head has values of a whole sequence, the whole batch, with these in `inside`.
 
     Raises:
         ValueError: the model, the batch or the layout cannot be sharded.

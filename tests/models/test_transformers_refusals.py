@@ -10,9 +10,7 @@ import pytest
 import torch
 from conftest import TRANSPORTS, Ranks
 from helpers import llms
-from helpers.llms import check_exact, left_padded, maker, packed, recipe, seeded, sharding, whole
-
-import spar
+from helpers.llms import check_exact, left_padded, maker, packed, seeded, sharding, whole
 
 PRELOAD = llms.PRELOAD
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -32,9 +30,7 @@ def pool() -> Iterator[Ranks]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "LlamaForSequenceClassification": ({}, POOLS),
-    "Qwen3ForSequenceClassification": ({}, POOLS),
-    "GPT2ForSequenceClassification": (GPT2, POOLS),
+    "BertForSequenceClassification": (BERT, "its pooler takes the first token"),
     "GPT2DoubleHeadsModel": (GPT2, POOLS),
     "BertModel": (BERT, "its pooler takes the first token"),
     "BertForPreTraining": (BERT, "its seq_relationship takes the first token"),
@@ -115,27 +111,6 @@ def check_logits_to_keep(rank: int, world: int, group: llms.Group) -> None:
 
 def test_logits_to_keep_is_passed_twice(pool: Ranks) -> None:
     pool(2, check_logits_to_keep)
-
-
-def check_reward(rank: int, world: int, group: llms.Group) -> None:
-    """The page's recipe: the head of a reward model, on the gathered hidden states of the model inside."""
-    make = maker("LlamaForSequenceClassification", num_labels=1)
-    batch = {"input_ids": left_padded()["input_ids"], "attention_mask": left_padded()["attention_mask"]}
-    alone, model = seeded(make, "sdpa"), seeded(make, "spar")
-    expected = alone(**batch).logits
-    expected.square().sum().backward()
-    names = {"spar": spar, "reward": model, "cp": group, "ids": batch["input_ids"]}
-    names["mask"] = batch["attention_mask"]
-    exec(recipe("transformers.md", "reward.score("), names)
-    names["rewards"].square().sum().backward()
-    torch.testing.assert_close(names["rewards"], expected, rtol=1e-5, atol=1e-5)
-    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
-        gradient = spar.all_gather(q.grad[None], group).mean(0)  # as DDP and FSDP do
-        assert (gradient - p.grad).abs().max() < llms.TOLERANCE * p.grad.abs().max(), name
-
-
-def test_recipe_for_reward_models(pool: Ranks) -> None:
-    pool(2, check_reward)
 
 
 def check_dropped_layout(rank: int, world: int, group: llms.Group) -> None:

@@ -124,7 +124,7 @@ def why_refused(config: Any, mixers: list[Mixer], whole: set[int]) -> str | None
         for kind, functions in (("conv", CONVOLUTIONS), ("linear_attention", SCANS))
     }
     served["linear_attention"] |= {m.module.layer_idx for m in mixers if _is_lightning(m.module)}
-    kinds = (getattr(config, "layer_types", None) or ())[: config.num_hidden_layers]
+    kinds = (getattr(config, "layer_types", None) or ())[: getattr(config, "num_hidden_layers", None)]
     for index, kind in enumerate(kinds):
         needed = kind in KINDS and index not in whole
         if needed and index not in served["conv" if kind == "conv" else "linear_attention"]:

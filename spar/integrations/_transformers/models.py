@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .attention import registered
+from .heads import head_of, why_no_head
 from .masks import WINDOWS, shortest_window
 from .mixers import (
     KINDS,
@@ -26,8 +27,6 @@ from .router import has_other_router_loss, has_router_loss, sum_router_loss
 from .sources import drops_arguments, has_attention, is_attention, mask_builder, masks_of_forward
 from .whole import hint, inside, layers_of, left_over
 
-# parts of the names of outputs, and of heads, that have one value for a sequence
-_POOLED = ("SequenceClassif", "MultipleChoice", "NextSentence", "DoubleHeads")
 _LAYERS = {"full_attention", *WINDOWS, *KINDS, *WITHOUT_TOKENS}
 # they mix neighbouring tokens; those of state spaces and linear attention are served: mixers.py
 _MIXERS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase)
@@ -79,7 +78,8 @@ def checked_config(
     covered = inside(whole)
     mixers = [mixer for mixer in mixers_of(model) if mixer.module not in covered]
     _check_layers(model, config, mixers, covered)
-    _check_head(model)
+    if why := why_no_head(model, learns):
+        raise _refused(model, why)
     _check_masks(model, config, documents)
     if not positions:
         _check_positions(model)
@@ -90,7 +90,7 @@ def checked_config(
         )
     _check_rope(model, config, longest)
     serve(model, mixers)
-    if learns and getattr(model, "loss_function", None) is not ForCausalLMLoss:
+    if learns and head_of(model) is None and getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise _refused(model, "its loss is not that of causal language models; pass no labels")
     if getattr(config, "output_router_logits", False):
         if has_other_router_loss(model):
@@ -180,22 +180,6 @@ def _check_modules(model: torch.nn.Module, mixers: list[Mixer], whole: frozenset
             if is_attention(child) and child not in whole and drops_arguments(module, name):
                 why = f"{type(module).__name__} does not pass on keyword arguments to {name}"
                 raise _refused(model, f"{why}, such as the layout" + hint([f"{path}.{name}"]))
-
-
-def _check_head(model: Any) -> None:
-    """Refuse what has one value for a sequence: each rank would compute it from its own tokens."""
-    output = inspect.signature(model.forward).return_annotation
-    for name in (type(model).__name__, str(output)):
-        if any(part in name for part in _POOLED):
-            raise _refused(
-                model,
-                "its head pools the tokens of a sequence, and a rank has its own alone. Shard the batch for "
-                "the model inside it, gather last_hidden_state by the layout, and apply the head to that",
-            )
-    for part in (model, *(child for child in model.children() if child is not model.base_model)):
-        for name in ("pooler", "seq_relationship"):
-            if getattr(part, name, None) is not None:
-                raise _refused(model, f"its {name} takes the first token of a sequence, which one rank has")
 
 
 def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:

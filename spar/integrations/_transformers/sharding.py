@@ -19,6 +19,7 @@ from ...groups import init
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
+from . import heads
 from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
 from .mixers import RECURRENT, Mixer, carries, mask_kinds, mixers_of, with_layout
 from .models import checked_config, has_dropout, unknown_kinds
@@ -47,6 +48,7 @@ class Sharding:
         self.group = group
         self.place = place_of(group)
         self.tokens = None if token_group is None else process_group(token_group, name)
+        self.head = None if model is None else heads.head_of(model)
 
     def error(self, name: str, value: Any, expected: str) -> ValueError:
         return ValueError(f"{self.where}: {name} is {value}; expected {expected}")
@@ -78,7 +80,8 @@ class Sharding:
         tokens = self.tokens_of(batch)
         total = tokens.size(1)
         positions, documents = self.positions_of(batch, layout, total)
-        learns = batch.get("labels") is not None or batch.get("shift_labels") is not None
+        names = ("labels", "shift_labels", *heads.labels_of(self.head))
+        learns = any(batch.get(name) is not None for name in names)
         given = batch.get("position_ids") is not None
         whole = modules_of(self.model, patterns)
         longest = int(positions.max()) + 1
@@ -101,6 +104,7 @@ class Sharding:
             if not has_attention(self.model) and not mixers_of(self.model):
                 masks = self.own_padding(mask, layout)
             check_router(self.model, config, whole)
+        heads.install_head(self.model)
         install(self.model, whole)
         routes = bool(getattr(config, "output_router_logits", False))
         router = self.router_of(tokens, mask, layout) if routes and has_router_loss(self.model) else None
@@ -128,13 +132,27 @@ class Sharding:
             part["logits_to_keep"] = 0  # all: the last ones of a shard are not those of the sequence
         if method is not None:
             part["method"] = method
+        if heads.is_whole(self.head):
+            return self.whole_of(batch, part)
         return part | self.labels_of(batch, tokens, layout)
+
+    def whole_of(self, batch: Mapping[str, Any], inside: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a model whose head runs on the whole sequence."""
+        count = batch.get("num_items_in_batch")
+        valid = heads.labels_counted(str(self.head), batch)
+        if count is None and valid is not None:
+            # all ranks of the group have the same samples: one of them counts
+            count = self.counted(valid, valid if self.place.rank == 0 else torch.zeros_like(valid))
+        names = (*_IDS, *_SEQUENCES, *_PLAIN, "position_ids", "attention_mask", *heads.labels_of(self.head))
+        return heads.whole_part(batch, inside, names, _PLAIN, count)
 
     def tokens_of(self, batch: Any) -> torch.Tensor:
         """Check the batch's names and shapes; return what has a token in each row and column."""
         if not isinstance(batch, Mapping):
             raise TypeError(f"{self.where}: batch is a {type(batch).__name__}; expected a dict")
-        names = {*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH, *_PLAIN}
+        names = {*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH, *_PLAIN, *heads.labels_of(self.head)}
+        if self.head is not None:
+            names -= {"labels", "shift_labels"} - {*(heads.labels_of(self.head) or ("labels",))}
         for name in batch:
             if name not in names and batch[name] is not None:
                 raise self.error(
@@ -146,12 +164,17 @@ class Sharding:
         if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].dim() < 2:
             raise self.error("batch", f"{sorted(batch)}", "input_ids [B, S] or inputs_embeds [B, S, D]")
         shape = list(inputs[0].shape[:2])
-        for name in (*_SEQUENCES, "labels", "shift_labels"):
+        for name in (*_SEQUENCES, *(() if heads.is_whole(self.head) else ("labels", "shift_labels"))):
             x = batch.get(name)
             if x is not None and list(x.shape) != shape:
                 raise self.error(f"batch[{name!r}]", f"of shape {list(x.shape)}", f"{shape}, the whole batch")
         if min(shape) == 0:
             raise self.error("the batch", f"of shape {shape}", "at least one token")
+        several = self.tokens is not None or batch.get("num_items_in_batch") is not None
+        if heads.is_whole(self.head) and (
+            why := heads.check_labels(str(self.head), batch, shape[0], shape[1], several)
+        ):
+            raise ValueError(f"{self.where}: {why}")
         whole: torch.Tensor = inputs[0]
         return whole
 
@@ -327,12 +350,14 @@ class Sharding:
     ) -> dict[str, Any]:
         """Return this rank's labels, which were shifted before, and the number of all ranks' labels."""
         shifted, labels = batch.get("shift_labels"), batch.get("labels")
-        if shifted is None:
-            if labels is None:
-                return {}
+        if self.head == heads.TOKENS:
+            shifted = labels  # of the token itself
+        elif shifted is None and labels is not None:
             shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        if shifted is None:
+            return {}
         local = layout.shard(shifted, 1).contiguous()
-        shards = {"labels": local, "shift_labels": local}
+        shards = {"labels": local} if self.head == heads.TOKENS else {"labels": local, "shift_labels": local}
         count = batch.get("num_items_in_batch")
         if count is not None:
             return shards | {"num_items_in_batch": count}
@@ -382,7 +407,7 @@ class Sharding:
 
     def compare(self, batch: Mapping[str, Any], tokens: torch.Tensor, random: bool, settings: str) -> None:
         """Compare a hash of each entry of the batch over the group; and that random numbers differ."""
-        names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH]
+        names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH, *heads.labels_of(heads.ANSWERS)]
         values = [batch.get(name) for name in names]
         hashes = [x.digest if isinstance(x, Spans) else digest(x) for x in (*values, settings)]
         state = _generator(tokens.device) if random else None
