@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that models of transformers make in a view: spans instead of S x S booleans, where they are large."""
+"""Masks that models of transformers make in a view: spans instead of S x S elements, where they are large."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .view import View, current_view
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22
-_NAME = "sdpa"
+_NAME, _EAGER = "sdpa", "eager"
 _ARGUMENTS = (
     "batch_size",
     "q_length",
@@ -36,52 +36,62 @@ _ARGUMENTS = (
 
 @contextmanager
 def making_spans(masking_utils: Any) -> Iterator[None]:
-    """Replace transformers' mask function for `sdpa` by one that makes spans in a view.
+    """Replace transformers' mask functions for `sdpa` and `eager` by ones that make spans in a view.
 
     Does nothing if the interface is not as in transformers 5.23, or if the user registered another function.
     """
     interface = getattr(masking_utils, "AttentionMaskInterface", None)
-    own = getattr(masking_utils, "sdpa_mask", None)
+    own: Any = getattr(masking_utils, "sdpa_mask", None)
+    floats: Any = getattr(masking_utils, "eager_mask", None)
     if interface is None or not _is_known(own) or interface().get(_NAME) is not own:
         yield
         return
-    interface.register(_NAME, _intercepting(own))
+    interface.register(_NAME, _intercepting(own, own))
+    has_floats = _is_known(floats, "dtype") and interface().get(_EAGER) is floats
+    if has_floats:
+        interface.register(_EAGER, _intercepting(floats, own))
     try:
         yield
     finally:
         interface.register(_NAME, own)
+        if has_floats:
+            interface.register(_EAGER, floats)
 
 
-def _is_known(own: Any) -> bool:
-    return callable(own) and set(_ARGUMENTS) <= inspect.signature(own).parameters.keys()
+def _is_known(own: Any, *more: str) -> bool:
+    return callable(own) and {*_ARGUMENTS, *more} <= inspect.signature(own).parameters.keys()
 
 
-def _intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes spans where `own` would make booleans, or floats from `booleans`."""
     signature = inspect.signature(own)
 
     @functools.wraps(own)
-    def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
+    def mask(*args: Any, **kwargs: Any) -> Any:
         view = current_view()
         if view is None:
             return own(*args, **kwargs)
         asked = signature.bind(*args, **kwargs)
         asked.apply_defaults()
-        batch, total = asked.arguments["batch_size"], asked.arguments["kv_length"]
-        shape = batch, 1, total, total
-        if not _may_be_spans(asked.arguments) or batch * total * total < LEAST_BYTES:
+        given = asked.arguments
+        batch, total = given["batch_size"], given["kv_length"]
+        shape, dtype = (batch, 1, total, total), given.get("dtype", torch.bool)
+        if not _may_be_spans(given) or batch * total * total * dtype.itemsize < LEAST_BYTES:
             return own(*args, **kwargs)
-        function = asked.arguments["mask_function"]
+        function = given["mask_function"]
         # A mask function that broadcasts shows whether there is a mask, and its shape, without its memory.
-        asked.arguments |= {"mask_function": _everything, "use_vmap": False}
-        found = own(*asked.args, **asked.kwargs)
+        others = given | given.get("kwargs", {}) | {"mask_function": _everything, "use_vmap": False}
+        if booleans is not own:  # as eager_mask calls it
+            others["allow_is_causal_skip"] = False
+        found = booleans(**{name: x for name, x in others.items() if name not in ("dtype", "kwargs")})
         if found is None:
             return None
         spans = None
         if tuple(found.shape) == shape and found.dtype == torch.bool:
-            spans = _spans(view, function, shape, asked.arguments["attention_mask"], found.device)
-        return own(*args, **kwargs) if spans is None else mask_of(spans, shape, found.device)
+            spans = _spans(view, function, shape, given["attention_mask"], found.device)
+        return own(*args, **kwargs) if spans is None else mask_of(spans, shape, found.device, dtype)
 
-    return sdpa_mask
+    return mask
 
 
 def _may_be_spans(asked: dict[str, Any]) -> bool:

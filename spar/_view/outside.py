@@ -2,7 +2,7 @@
 """Code that is no torch function, and so not seen by a mode: it gets whole tensors.
 
 Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention. Also
-replaces transformers' mask function, which makes spans in a view.
+replaces transformers' mask functions, which make spans in a view, and its eager attention, which reads them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.utils.checkpoint as checkpoints
 
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
+from .eager import attending
 from .flex import intercepting
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
@@ -61,6 +62,9 @@ def intercepted(view: View) -> Iterator[None]:
             masks = sys.modules.get("transformers.masking_utils")
             if masks is not None:
                 _restore.enter_context(making_spans(masks))
+            models = sys.modules.get("transformers.modeling_utils")
+            if models is not None:
+                _restore.enter_context(attending(models))
             if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
                 _restore.enter_context(torch.compiler.set_stance("force_eager"))
     try:

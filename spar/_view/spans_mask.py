@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bool mask as spans: its booleans are computed where a function reads them."""
+"""A mask as spans: its booleans, or floats of eager attention, are computed where a function reads them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,41 @@ _aten = torch.ops.aten
 
 
 class _Elements:
-    """The elements of a mask, which its views share: spans, booleans, or both."""
+    """The elements of a mask, which its views share: spans, booleans or floats, or both."""
 
-    def __init__(self, spans: Spans, shape: Sequence[int]) -> None:
-        self.spans: Spans | None = spans  # None where the booleans may have changed since
+    def __init__(self, spans: Spans, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.spans: Spans | None = spans  # None where the elements may have changed since
+        self.dtype = dtype
         self._shape = torch.Size(shape)
         self._dense: Tensor | None = None
 
     def read(self) -> Tensor:
-        """Return the booleans, which are kept for later calls."""
+        """Return the booleans or floats, which are kept for later calls."""
         if self._dense is None:
             assert self.spans is not None
-            self._dense = self.spans.dense().expand(self._shape)
+            dense = self.spans.dense()
+            if self.dtype != torch.bool:
+                zero = torch.zeros((), dtype=self.dtype, device=dense.device)
+                dense = torch.where(dense, zero, torch.finfo(self.dtype).min)
+            self._dense = dense.expand(self._shape)
         return self._dense
 
     def shared(self) -> Tensor:
-        """Return booleans whose memory the caller may alias or change, and drop the spans."""
+        """Return elements whose memory the caller may alias or change, and drop the spans."""
         self._dense, self.spans = self.read().contiguous(), None
         return self._dense
 
     def copy(self) -> _Elements:
         """Return other elements of the same spans."""
         assert self.spans is not None
-        return _Elements(self.spans, self._shape)
+        return _Elements(self.spans, self._shape, self.dtype)
 
 
 class SpansMask(Tensor):
-    """A bool mask `[B, H, S, T]` to which the shape of its spans broadcasts.
+    """A mask `[B, H, S, T]` to which the shape of its spans broadcasts: of bools, or of floats to be added.
 
     A function that leaves all elements in place, such as a slice of all keys, returns another SpansMask. Any
-    other function gets the booleans, in a view or outside. A function that may alias or change them ends the
+    other function gets the elements, in a view or outside. A function that may alias or change them ends the
     spans: `spans_of` then returns None.
     """
 
@@ -54,7 +59,7 @@ class SpansMask(Tensor):
     @staticmethod
     def __new__(cls, elements: _Elements, shape: Sequence[int], device: torch.device) -> SpansMask:
         make: Any = Tensor._make_wrapper_subclass
-        made: SpansMask = make(cls, shape, dtype=torch.bool, device=device)
+        made: SpansMask = make(cls, shape, dtype=elements.dtype, device=device)
         made._elements = elements
         return made
 
@@ -104,18 +109,31 @@ class SpansMask(Tensor):
         return f"SpansMask({self._elements.spans or self._elements.read()})"
 
 
-def mask_of(spans: Spans, shape: Sequence[int], device: torch.device) -> SpansMask:
-    """Return a mask of a shape to which that of the spans broadcasts."""
-    return SpansMask(_Elements(spans, shape), shape, device)
+def mask_of(
+    spans: Spans, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.bool
+) -> SpansMask:
+    """Return a mask of a shape to which that of the spans broadcasts.
+
+    dtype: of floats, it is 0 where a query attends to a key, and the lowest number elsewhere.
+    """
+    return SpansMask(_Elements(spans, shape, dtype), shape, device)
 
 
 def spans_of(mask: Tensor | None) -> Spans | None:
-    """Return the spans of a mask, if it has them."""
-    return mask._elements.spans if isinstance(mask, SpansMask) else None
+    """Return the spans of a mask of bools, if it has them."""
+    return mask._elements.spans if isinstance(mask, SpansMask) and mask.dtype == torch.bool else None
+
+
+def spans_of_floats(mask: Tensor | None) -> Spans | None:
+    """Return the spans of a mask of floats, if it has them.
+
+    Queries without keys attend to all keys alike by it, and to none by one of bools.
+    """
+    return mask._elements.spans if isinstance(mask, SpansMask) and mask.dtype != torch.bool else None
 
 
 def _plain(x: Tensor, shares: bool = False) -> Tensor:
-    """Return the booleans of a mask of spans, with all of its memory where that is shared; other tensors."""
+    """Return the elements of a mask of spans, with all of its memory where that is shared; other tensors."""
     if not isinstance(x, SpansMask):
         return x
     with torch._C.DisableTorchFunction():

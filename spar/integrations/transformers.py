@@ -72,7 +72,8 @@ def shard(
 
     Args:
         model: a causal language model of transformers that uses the registered attention, the model inside
-            it, or one with a head of classification or question answering over it; it may be inside PEFT, DDP, FSDP2 (fully_shard) or torch.compile.
+            it, or one with a head of classification or question answering over it; it may be inside PEFT,
+            DDP, FSDP2 (fully_shard) or torch.compile.
         batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
             `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]` or
             `spar.Spans`), labels or shift_labels (classification of sequences: labels of samples; question
