@@ -211,8 +211,49 @@ def check_wrong(rank: int, world: int, group: Group) -> None:
         with pytest.raises(spar.MismatchError, match=text):
             spar.masked_mean(ONES, ONES, layout, **differing)  # type: ignore[arg-type]
         assert spar.masked_mean(ONES, ONES, layout).item() == 1
+    packed = spar.SequenceLayout.packed
+    pairs = [
+        (spar.SequenceLayout.even(20, group), spar.SequenceLayout.zigzag(20, group)),
+        (packed([12, 8], group), packed([8, 12], group)),
+        (packed([1] * 20, group), packed([1] * 18 + [2], group)),
+    ]
+    for pair in pairs:
+        for by in ("token", "sample", "group"):
+            own = pair[rank]
+            size = own.sizes[rank]
+            options = {"groups": range(2 * len(own.lengths))} if by == "group" else {}
+            with pytest.raises(spar.MismatchError, match=r"calls differ(.|\n)* layout (even|packed):"):
+                spar.masked_mean(torch.ones(2, size), torch.ones(2, size), own, by=by, **options)  # type: ignore[arg-type]
+            assert spar.masked_mean(ONES, ONES, layout).item() == 1
+    with pytest.raises(spar.MismatchError, match="in rows: 2 on rank 0; 3 on rank 1"):
+        spar.masked_mean(torch.ones(2 + rank, 10), torch.ones(2 + rank, 10), layout)
     total = 2 * ONES.numel()
     assert spar.masked_mean(ONES, ONES, layout, total=(total, float(total))[rank]).item() == 1
+
+
+def check_other_layouts(rank: int, folder: Path) -> None:
+    """Two sequence groups of 2 have layouts of their own; one of them has two."""
+    cps, copy, world = [dist.new_group(pair) for pair in ([0, 1], [2, 3])], rank // 2, dist.group.WORLD
+    lengths = ([12, 8], [30, 2, 4])[copy]
+    own = spar.SequenceLayout.packed(lengths, cps[copy])
+    other = spar.SequenceLayout.packed(lengths[::-1], cps[copy])
+    for by in ("token", "sample"):
+        for faulty in (1, 2):
+            layout = other if rank == faulty else own
+            x = torch.ones(1, layout.sizes[rank % 2])
+            text = "in layout: " if copy == faulty // 2 else f"rank {faulty}"
+            with pytest.raises(spar.MismatchError, match=text):
+                spar.masked_mean(x, x, layout, by=by, group=world)  # type: ignore[arg-type]
+            x = torch.ones(1, own.sizes[rank % 2])
+            assert spar.masked_mean(x, x, own, by=by, group=world).item() == 1  # type: ignore[arg-type]
+            with pytest.raises((ValueError, spar.MismatchError)):
+                spar.masked_mean(x, x[:, 1:] if rank == faulty else x, own, group=world)
+            assert spar.masked_mean(x, x, own, group=world).item() == 1
+    dist.barrier()
+
+
+def test_layouts_that_differ_in_one_of_several_sequence_groups(tmp_path: Path) -> None:
+    assert finish(start(check_other_layouts, 4, tmp_path, set_up=False), 200) == [0] * 4
 
 
 @pytest.mark.one_transport

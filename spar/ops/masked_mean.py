@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from .._checks import check_ints, check_type, digest
 from .._exchange.arguments import Arguments
 from .._exchange.exchange import ONE
-from .._exchange.layouts import WHOLE, by_sizes
+from .._exchange.layouts import WHOLE, by_sizes, even
+from .._group.registry import place_of
 from .._tracing import constant
 from ..loss import WIDE, divided, number_of
 from ..sequence_layout import SequenceLayout
@@ -63,13 +65,24 @@ def masked_mean(
         ValueError: a shape does not fit, or arguments do not fit each other, or the mask is negative or not
             finite. On a GPU the mask's values are not checked.
         TypeError: values or mask is not a tensor of real numbers, or groups not of ints.
-        MismatchError: calls differ between ranks. Every rank raises.
+        MismatchError: calls differ between ranks, also in the layout within its group. Every rank raises.
     """
     check_type(_NAME, "layout", layout, SequenceLayout, "a SequenceLayout")
     ranks = layout.group if group is None else process_group(group, _NAME)
     first = _first_rank(layout.group, ranks)
-    with Arguments(_NAME, values, ranks, "values", 3) as call:
+    place = place_of(layout.group)
+    alone = place_of(ranks).world == place.world
+    with contextlib.ExitStack() as calls:
+        # Entered first: its peers report to all ranks what fails before the call on these.
+        beside = None
+        if not alone and place.world > 1:
+            beside = calls.enter_context(Arguments(_NAME, values, layout.group, "values"))
+        call = calls.enter_context(Arguments(_NAME, values, ranks, "values", 3))
         _check_values(call, values, mask, layout, first)
+        of_layout = _text_of(layout, values.size(0))
+        if beside is not None:  # other sequence groups have other layouts
+            beside.note, beside.input = of_layout.removeprefix(", "), values.new_zeros(1, dtype=torch.uint8)
+            beside.apply(even(0, beside.world), WHOLE, ONE)
         if by not in ("token", "sample", "group"):
             raise call.error("by", repr(by), '"token", "sample" or "group"')
         if (groups is None) == (by == "group"):
@@ -80,8 +93,9 @@ def masked_mean(
         weights = mask.detach().to(WIDE)
         counted = torch.where(weights != 0, values.to(WIDE), 0)
         if by != "token":
+            call.note = of_layout.removeprefix(", ") if alone else ""
             weights = _weights_by_unit(call, weights, layout, groups, ranks, first)
-        number, call.note = None, f"by {by}"
+        number, call.note = None, f"by {by}{of_layout if alone else ''}"
         if total is not None:
             number = number_of(call, "total", total)
             # 8 and 8.0 are equal.
@@ -135,7 +149,7 @@ def _weights_by_unit(
     else:
         units = _units(call, groups, count).to(weights.device)
         if alone and units.is_cpu:
-            call.note = f"hash of groups {digest(units):x}"
+            call.note += f"{', ' if call.note else ''}hash of groups {digest(units):x}"
     sums = weights.new_zeros(count).index_add_(0, sample.flatten(), weights.flatten())
     sizes = [count] * call.world if alone else SequenceLayout.from_local(count, ranks).sizes
     call.input = torch.stack([units, sums.view(torch.int64)], 1)
@@ -161,6 +175,20 @@ def _units(call: Arguments, groups: Sequence[int] | torch.Tensor, count: int) ->
         what = f"[{count}], a group for each sample of this call"
         raise call.error("groups", f"of shape {list(groups.shape)}", what)
     return groups.long()
+
+
+_FEW = 16  # numbers of a layout that a message has
+
+
+def _text_of(layout: SequenceLayout, rows: int) -> str:
+    """Return what the ranks of a sequence group compare: the number of rows, and how a row lies on them.
+
+    Nothing in compiled code, which would be compiled again for each length.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    numbers = layout.numbers if len(layout.numbers) <= _FEW else (f"{digest(layout.numbers):x}",)
+    return f", rows {rows}, layout {layout.kind}:{':'.join(str(number) for number in numbers)}"
 
 
 @constant
