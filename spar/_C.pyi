@@ -135,6 +135,33 @@ class Comm:
     ]: ...
     def close(self) -> None: ...
 
+class Mode:
+    _is_watching: bool
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, /
+    ) -> Any: ...
+    def _remember(
+        self, key: tuple[Any, ...], run: Any, replaced: tuple[Any, ...], result: Any, rest: Any, /
+    ) -> None: ...
+    def _remember_plain(self, func: Any, /) -> None: ...
+    def _forget(self) -> None: ...
+
+def use_view(
+    tensor: type,
+    parameter: type,
+    size: type,
+    values: tuple[type, ...],
+    has_part: Callable[[Any], bool],
+    takes_input_first: Callable[[Any], bool],
+    level: Callable[[], int | None],
+    getattr: Any,
+    shard: str,
+    /,
+) -> None: ...
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], pairs: tuple[tuple[int | str, Any], ...], /
+) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+def mark_results(out: Any, result: Any, /) -> None: ...
 def comm(
     transport: str,
     peer_info: bytes,

@@ -37,13 +37,14 @@ class Aliases:
     def add_slice(self, part: Tensor, whole: Tensor) -> None:
         """Note that a part was sliced from a whole tensor."""
         self.any_slice = True
-        own, base = _memory(part), _memory(whole)
-        if own.cdata != base.cdata:
+        storage = whole.untyped_storage()._cdata
+        if part.untyped_storage()._cdata != storage:
+            own, base = _memory(part), _memory(whole)
             self._link(own, base, self._living(base))
             if torch.empty_like(whole, device="meta").stride() != whole.stride():  # it has gaps
                 self._dense.add(own.cdata)
-        elif not any(alias.of_whole for alias in self._of.get(own.cdata, ())):
-            self._add(own, _Alias(base, of_whole=True))
+        elif not any(alias.of_whole for alias in self._of.get(storage, ())):
+            self._add(_memory(part), _Alias(_memory(whole), of_whole=True))
 
     def add_copies(self, copies: Sequence[Tensor], base: Tensor) -> None:
         """Note that tensors are copies that would be views of another one, and have no items in common."""

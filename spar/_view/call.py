@@ -38,44 +38,24 @@ class Plan(NamedTuple):
 class Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("copies", "is_simple", "may_copy", "plan", "replaced", "run", "shard", "shards")
+    __slots__ = ("copies", "may_copy", "plan", "result", "run")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
         self.run = (plan and plan.run) or func
-        self.replaced = () if plan is None else plan.replaced
-        self.shard: Shard | None = None  # of a single result
-        self.shards: list[Shard | None] | None = None  # of several
+        self.result: Shard | list[Shard | None] | None = None  # of one result, or of several
         self.copies = False  # whether results would share memory if nothing was sharded, and do not
         self.may_copy = False  # whether a result may share memory, and would not if nothing was sharded
-        self.is_simple = False  # whether to run it is all that there is to do
 
-    def replace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with the plan's values."""
-        for place, value in self.replaced:
-            if isinstance(place, int):
-                args = (*args[:place], value, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, place: value}
-        return args, kwargs
-
-    def find_shards(self, out: Any) -> None:
-        """Find what the results are by those of the first run."""
+    def find_result(self, out: Any) -> Shard | list[Shard | None] | None:
+        """Return what the results are by those of the first run."""
         part = self.plan and self.plan.part
+        if part is None:
+            return None
         if isinstance(part, Part) and isinstance(out, Tensor):
-            self.shard = part.shard(out.shape)
-        elif part is not None:
-            parts = part if isinstance(part, tuple) else (part,) * len(out)
-            pairs = zip(out, parts, strict=True)
-            self.shards = [None if p is None else p.shard(x.shape) for x, p in pairs]
-
-    def mark(self, out: Any) -> None:
-        """Say what the results are."""
-        if self.shard is not None:
-            out._spar_shard = self.shard
-        elif self.shards is not None:
-            for x, shard in zip(out, self.shards, strict=True):
-                x._spar_shard = shard
+            return part.shard(out.shape)
+        parts = part if isinstance(part, tuple) else (part,) * len(out)
+        return [None if p is None else p.shard(x.shape) for x, p in zip(out, parts, strict=True)]
 
 
 class FunctionCall:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
 from .bodies import body_of
 from .call import FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
@@ -50,11 +52,12 @@ class _Function(NamedTuple):
     may_draw: bool
 
 
-class View(TorchFunctionMode):
+class View(Mode, TorchFunctionMode):
     """While it is entered, a tensor that is a rank's part appears whole to the code that runs.
 
-    Each torch function runs on parts by its rule, or whole on gathered arguments. Ranks agree on each
-    exchange, since all decisions depend on parts and whole shapes.
+    Each torch function runs on parts by its rule, or whole on gathered arguments. `Mode` runs the calls that
+    are known, in C (csrc/python/mode_type.c), and `_call` all others. Ranks agree on each exchange, since all
+    decisions depend on parts and whole shapes.
 
     strict: whether a function inside blocks that has to run whole is an error.
     around: what is entered around each run of a model's code, also by backward for a checkpoint.
@@ -104,46 +107,13 @@ class View(TorchFunctionMode):
 
     # ---- the mode ----
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def _call(
+        self, key: tuple[Any, ...] | None, sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if not args and kwargs and "input" in kwargs and takes_input_first(func):  # rules read it there
-            kwargs = dict(kwargs)
-            args = (kwargs.pop("input"),)
-        key: list[Any] = [func]
-        sharded = False
-        for x in args:  # as `_collect`, of which the call takes as long as what it does
-            kind = type(x)
-            if kind is Tensor or kind is Parameter:
-                shard = getattr(x, "_spar_shard", None)
-                if shard is None:
-                    key.append(x.shape)
-                else:
-                    key.append(shard)
-                    sharded = True
-            elif kind in _VALUES:
-                key.append(x)
-            elif _collect((x,), key):
-                sharded = True
-        if kwargs:
-            key += kwargs
-            sharded = _collect(kwargs.values(), key) or sharded
-        step = self._steps.get(tuple(key)) if sharded else None
-        if step is None or not step.is_simple or self._is_watching or maybe_current_level() is not None:
-            return self._call(key, sharded, func, args, kwargs or {})
-        if step.replaced:
-            args, kwargs = step.replace(args, kwargs or {})
-        out = step.run(*args, **kwargs) if kwargs else step.run(*args)
-        if step.shard is not None:
-            out._spar_shard = step.shard
-        else:
-            step.mark(out)
-        if step.copies:
-            self._aliases.add_copies(tensors_in(out), args[0])
-        return self._unshared(args[0], out) if step.may_copy else out
+        """Run a function of which `Mode` does not know what it does, or that needs more than to be run.
 
-    def _call(self, key: list[Any], sharded: bool, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function whose plan is not known, or needs more than to be run."""
+        key: of the call; None where no key can tell it from others. sharded: whether an argument is a part.
+        """
         function = self._functions.get(func) or self._function(func)
         if function.is_inplace or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
@@ -160,6 +130,8 @@ class View(TorchFunctionMode):
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
+            if not (function.is_inplace or function.may_draw or func in _GRADIENTS):
+                self._remember_plain(func)
             return func(*args, **kwargs)
         step = self._step(key, function, func, args, kwargs)
         plan = step.plan
@@ -170,14 +142,20 @@ class View(TorchFunctionMode):
         base: Any = args[0] if args else None
         if plan.moves:
             args, kwargs = self._moved(dict(plan.moves), args, kwargs)
-        args, kwargs = step.replace(args, kwargs)
+        args, kwargs = replaced(args, kwargs, plan.replaced)
         out = step.run(*args, **kwargs)
-        if step.shard is None and step.shards is None:
-            step.find_shards(out)
+        if step.result is None:
+            step.result = step.find_result(out)
             step.copies = _are_copies(function.name, args, base, out, bool(plan.moves))
             step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in _MAY_SHARE
-            step.is_simple = not (plan.moves or function.is_inplace or function.may_draw)
-        step.mark(out)
+            if key is not None and not (plan.moves or function.is_inplace or function.may_draw):
+                rest = step if step.copies or step.may_copy else None
+                self._remember(key, step.run, plan.replaced, step.result, rest)
+        mark_results(out, step.result)
+        return self._finish(step, base, out)
+
+    def _finish(self, step: Step, base: Any, out: Any) -> Any:
+        """Return a call's results after what is to be done for them; base: its first argument."""
         if step.copies:
             self._aliases.add_copies(tensors_in(out), base)
         return self._unshared(base, out) if step.may_copy else out
@@ -185,28 +163,35 @@ class View(TorchFunctionMode):
     def _unshared(self, base: Tensor, out: Tensor) -> Tensor:
         """Return a copy of a result that shares memory, where that of one process may not: changes raise."""
         part = part_of(base)
-        if part is None or out.untyped_storage()._cdata != base.untyped_storage()._cdata:
+        if part is None:
             return out
         is_sure = base.size(part.dim) != 1 or part.whole == 1 or _has_no_gaps(base, part.dim)
         if is_sure and not self._aliases.is_dense_copy(base):
+            return out
+        if out.untyped_storage()._cdata != base.untyped_storage()._cdata:
             return out
         copy = mark(out.clone(), part_of(out))
         self._aliases.add_copies([copy], base)
         return copy
 
     def _step(
-        self, key: list[Any], function: _Function, func: Any, args: Any, kwargs: dict[str, Any]
+        self,
+        key: tuple[Any, ...] | None,
+        function: _Function,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
     ) -> Step:
         """Return what to do for a call, planned where equal ones were not met before."""
-        known = tuple(key)
-        step = self._steps.get(known)
+        step = None if key is None else self._steps.get(key)
         if step is None:
             step = Step(self._planned(function, func, args, kwargs), func)
-            if _UNKNOWN not in key:
+            if key is not None:
                 if len(self._steps) > _MOST_STEPS:
                     self._steps.clear()
+                    self._forget()
                     self.parts.forget()
-                self._steps[known] = step
+                self._steps[key] = step
         return step
 
     @property
@@ -350,21 +335,33 @@ class View(TorchFunctionMode):
 
 def current_view() -> View | None:
     """Return the innermost view of this thread; other modes may be entered in it."""
-    stack = _get_current_function_mode_stack()
-    return next((mode for mode in reversed(stack) if isinstance(mode, View)), None)
+    for at in range(_len_torch_function_stack() - 1, -1, -1):
+        mode = _get_function_stack_at(at)
+        if isinstance(mode, View):
+            return mode
+    return None
 
 
-@contextmanager
-def without_view() -> Iterator[None]:
-    """Leave the innermost view, and the modes that were entered in it."""
-    left: list[Any] = []
-    try:
-        while not left or not isinstance(left[-1], View):
-            left.append(_pop_mode())
-        yield
-    finally:
-        for mode in reversed(left):
+class _Left:
+    """What `without_view` returns: no generator, as each block of a model enters it."""
+
+    def __enter__(self) -> None:
+        self._modes: list[Any] = []
+        try:
+            while not self._modes or not isinstance(self._modes[-1], View):
+                self._modes.append(_pop_mode())
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for mode in reversed(self._modes):
             _push_mode(mode)
+
+
+def without_view() -> _Left:
+    """Leave the innermost view, and the modes that were entered in it, in a `with` statement."""
+    return _Left()
 
 
 def _is_view(name: str, args: Any) -> bool:
@@ -382,44 +379,24 @@ def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
     return False
 
 
-_VALUES = frozenset(
-    {int, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis)}
+def _has_part(value: Any) -> bool:
+    """Whether a value of a type that no key has holds a part."""
+    return any(part_of(x) is not None for x in tensors_in(value))
+
+
+# In a key a call's strings, dtypes and the like stand for themselves.
+_VALUES = (str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
+use_view(
+    Tensor,
+    Parameter,
+    torch.Size,
+    _VALUES,
+    _has_part,
+    takes_input_first,
+    maybe_current_level,
+    getattr,
+    _SHARD,
 )
-_BOUNDS = frozenset({int, type(None)})
-_UNKNOWN = object()  # in the key of a call that no key can tell from others
-
-
-def _collect(values: Any, key: list[Any]) -> bool:
-    """Add what rules may depend on to a key; return whether there is a part."""
-    sharded = False
-    for x in values:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter or isinstance(x, Tensor):
-            shard = getattr(x, _SHARD, None)
-            if shard is None:
-                key.append(x.shape)
-            else:
-                key.append(shard)
-                sharded = True
-        elif kind in _VALUES:
-            key.append(x)
-        elif kind is float:
-            key.append(float if x else "0.0")  # `run` reads its value from the arguments
-        elif kind is bool:
-            key.append("true" if x else "false")
-        elif kind is slice:
-            if type(x.start) in _BOUNDS and type(x.stop) in _BOUNDS and x.step is None:
-                key += slice, x.start, x.stop, None
-            else:
-                key.append(slice)
-                sharded = _collect((x.start, x.stop, x.step), key) or sharded
-        elif kind is list or kind is tuple or kind is torch.Size:
-            key += kind, len(x)
-            sharded = _collect(x, key) or sharded
-        else:
-            key.append(_UNKNOWN)
-            sharded = sharded or any(part_of(y) is not None for y in tensors_in(x))
-    return sharded
 
 
 def _are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> bool:

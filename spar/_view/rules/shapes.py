@@ -103,8 +103,9 @@ def _rows(shape: Sequence[int], part: Part, new: Sequence[int]) -> Part | None:
 
 
 def _to(sizes: list[int], name: str) -> Any:
-    is_reshape = name in ("reshape", "reshape_as", "flatten", "ravel")
-    return lambda x, *_, **__: x.reshape(sizes) if is_reshape else x.view(sizes)
+    if name in ("reshape", "reshape_as", "flatten", "ravel"):
+        return lambda x, *_, **__: x.reshape(sizes)
+    return lambda x, *_, **__: x.view(sizes)
 
 
 @rule("transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint")

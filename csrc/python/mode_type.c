@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* spar._C.Mode, of which a view is a subclass: it runs the calls of torch functions that are known, and gives
+ * the others to the view's method `_call`. */
+#include "python/view.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *known; /* a dict: by the key of a call that has parts, a tuple of what it does */
+    PyObject *plain; /* a set: functions that run as they are if no argument is a part */
+    char watching;   /* whether `_call` has to look at each call */
+} mode_object;
+
+/* What a known call does: run a function; with values in the place of some arguments; say what the results
+ * are; and more, which the view's method `_finish` does, or None. */
+enum { RUN, REPLACED, RESULT, REST };
+
+/* ---- what a call does ---- */
+
+static void set_to(PyObject **at, PyObject *made)
+{
+    PyObject *old = *at;
+    *at = made;
+    Py_XDECREF(old);
+}
+
+/* Sets the item at a place of a tuple, which is owned, or appends it if the tuple is shorter. */
+static int set_item(PyObject **tuple, Py_ssize_t place, PyObject *value)
+{
+    Py_ssize_t count = PyTuple_Size(*tuple);
+    place = place < count ? place : count;
+    PyObject *made = PyTuple_New(place < count ? count : count + 1);
+    for (Py_ssize_t i = 0; made && i < count; i++)
+        if (i != place)
+            made = spar_tuple_set(made, i, Py_NewRef(PyTuple_GetItem(*tuple, i)));
+    if (made)
+        made = spar_tuple_set(made, place, Py_NewRef(value));
+    if (made)
+        set_to(tuple, made);
+    return made ? 0 : -1;
+}
+
+/* The same of a dict, which may be NULL. */
+static int set_keyword(PyObject **kwargs, PyObject *name, PyObject *value)
+{
+    PyObject *made = *kwargs ? PyDict_Copy(*kwargs) : PyDict_New();
+    if (!made || PyDict_SetItem(made, name, value) < 0) {
+        Py_XDECREF(made);
+        return -1;
+    }
+    set_to(kwargs, made);
+    return 0;
+}
+
+/* Puts values in the place of arguments, which are owned. pairs: of a position or a name, and a value. */
+static int replace(PyObject *pairs, PyObject **args, PyObject **kwargs)
+{
+    for (Py_ssize_t i = 0, count = PyTuple_Size(pairs); i < count; i++) {
+        PyObject *pair = PyTuple_GetItem(pairs, i);
+        PyObject *place = PyTuple_GetItem(pair, 0), *value = place ? PyTuple_GetItem(pair, 1) : NULL;
+        if (!value)
+            return -1;
+        Py_ssize_t position = PyLong_Check(place) ? PyLong_AsSsize_t(place) : 0;
+        if (position < 0) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "argument %zd is replaced", position);
+            return -1;
+        }
+        if ((PyLong_Check(place) ? set_item(args, position, value) : set_keyword(kwargs, place, value)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Says what a result is: `result` is its shard, a list of those of several, or None if all are whole. */
+static int mark(const spar_view_uses *uses, PyObject *out, PyObject *result)
+{
+    if (result == Py_None)
+        return 0;
+    if (!PyList_Check(result))
+        return PyObject_SetAttr(out, uses->shard, result);
+    Py_ssize_t count = PyList_Size(result);
+    if (spar_sequence_size(out) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd results, where equal calls had %zd", spar_sequence_size(out),
+                     count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (PyObject_SetAttr(spar_sequence_item(out, i), uses->shard, PyList_GetItem(result, i)) < 0)
+            return -1;
+    return 0;
+}
+
+/* args and kwargs are owned. */
+static PyObject *run_known(PyObject *self, const spar_view_uses *uses, PyObject *known, PyObject **args,
+                           PyObject **kwargs)
+{
+    PyObject *rest = PyTuple_GetItem(known, REST), *out = NULL;
+    PyObject *base = Py_NewRef(PyTuple_Size(*args) ? PyTuple_GetItem(*args, 0) : Py_None);
+    if (replace(PyTuple_GetItem(known, REPLACED), args, kwargs) == 0)
+        out = PyObject_Call(PyTuple_GetItem(known, RUN), *args, *kwargs);
+    if (out && mark(uses, out, PyTuple_GetItem(known, RESULT)) < 0)
+        set_to(&out, NULL);
+    if (out && rest != Py_None)
+        set_to(&out, PyObject_CallMethodObjArgs(self, uses->finish, rest, base, out, NULL));
+    Py_DECREF(base);
+    return out;
+}
+
+/* ---- a call ---- */
+
+/* Rules read the input by its position: puts it there if all arguments, which are owned, have names. */
+static int place_input(const spar_view_uses *uses, PyObject *func, PyObject **args, PyObject **kwargs)
+{
+    if (!*kwargs || PyTuple_Size(*args))
+        return 0;
+    PyObject *input = PyDict_GetItemWithError(*kwargs, uses->input);
+    if (!input)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *first = PyObject_CallFunctionObjArgs(uses->takes_input_first, func, NULL);
+    int is_first = first ? PyObject_IsTrue(first) : -1;
+    Py_XDECREF(first);
+    if (is_first <= 0)
+        return is_first;
+    PyObject *rest = PyDict_Copy(*kwargs);
+    if (!rest || set_item(args, 0, input) < 0 || PyDict_DelItem(rest, uses->input) < 0) {
+        Py_XDECREF(rest);
+        return -1;
+    }
+    set_to(kwargs, rest);
+    return 0;
+}
+
+/* Whether a transform of torch.func is active, in which parts are not known as such; -1 and an exception. */
+static int is_transformed(const spar_view_uses *uses)
+{
+    PyObject *level = PyObject_CallNoArgs(uses->level);
+    int found = level ? level != Py_None : -1;
+    Py_XDECREF(level);
+    return found;
+}
+
+/* What a call does, a new reference: an entry of `known`, or None if the function runs as it is; NULL without
+ * an exception if that is for `_call` to find. */
+static PyObject *find(mode_object *self, const spar_view_uses *uses, PyObject *func, const spar_call_key *key)
+{
+    PyObject *found = NULL;
+    if (self->watching)
+        return NULL;
+    if (!key->has_part)
+        found = PySet_Contains(self->plain, func) > 0 ? Py_None : NULL;
+    else if (key->key)
+        found = PyDict_GetItemWithError(self->known, key->key);
+    if (!found)
+        return NULL;
+    Py_INCREF(found);
+    if (is_transformed(uses) == 0)
+        return found;
+    Py_DECREF(found);
+    return NULL;
+}
+
+PyDoc_STRVAR(call_doc, "__torch_function__(func, types, args=(), kwargs=None)\n\n"
+                       "Runs a torch function, as the protocol of torch's modes asks for.");
+
+static PyObject *mode_torch_function(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    enum { FUNC, TYPES, ARGS, KWARGS, MOST };
+    const spar_view_uses *uses = spar_py_view_uses();
+    if (!uses)
+        return NULL;
+    if (count < ARGS || count > MOST)
+        return PyErr_Format(PyExc_TypeError, "__torch_function__ takes 2 to 4 arguments, not %zd", count);
+    if (count > ARGS && !PyTuple_Check(given[ARGS]))
+        return PyErr_Format(PyExc_TypeError, "args: %R, not a tuple", given[ARGS]);
+    if (count > KWARGS && given[KWARGS] != Py_None && !PyDict_Check(given[KWARGS]))
+        return PyErr_Format(PyExc_TypeError, "kwargs: %R, not a dict", given[KWARGS]);
+    int has_kwargs = count > KWARGS && given[KWARGS] != Py_None && PyDict_Size(given[KWARGS]);
+    PyObject *func = given[FUNC], *out = NULL;
+    PyObject *args = count > ARGS ? Py_NewRef(given[ARGS]) : PyTuple_New(0);
+    PyObject *kwargs = has_kwargs ? Py_NewRef(given[KWARGS]) : NULL;
+    spar_call_key key = {NULL, 0};
+    if (args && place_input(uses, func, &args, &kwargs) == 0 &&
+        spar_py_call_key(uses, func, args, kwargs, &key) == 0) {
+        PyObject *known = find((mode_object *)self, uses, func, &key);
+        if (known && known != Py_None)
+            out = run_known(self, uses, known, &args, &kwargs);
+        else if (known)
+            out = PyObject_Call(func, args, kwargs);
+        else if (!PyErr_Occurred() && (kwargs || (kwargs = PyDict_New())))
+            out = PyObject_CallMethodObjArgs(self, uses->call, key.key ? key.key : Py_None,
+                                             key.has_part ? Py_True : Py_False, func, args, kwargs, NULL);
+        Py_XDECREF(known);
+    }
+    Py_XDECREF(key.key);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return out;
+}
+
+/* ---- what is known ---- */
+
+PyDoc_STRVAR(remember_doc, "_remember(key, run, replaced, result, rest)\n\n"
+                           "What calls of this key do from now on, while nothing is watched: run the\n"
+                           "function with `replaced` arguments, say by `result` what the results are, and\n"
+                           "return `self._finish(rest, first argument, results)` unless rest is None.");
+
+static PyObject *mode_remember(PyObject *self, PyObject *args)
+{
+    PyObject *key, *run, *replaced, *result, *rest;
+    if (!PyArg_ParseTuple(args, "O!OO!OO", &PyTuple_Type, &key, &run, &PyTuple_Type, &replaced, &result,
+                          &rest))
+        return NULL;
+    PyObject *known = PyTuple_Pack(4, run, replaced, result, rest);
+    int failed = known ? PyDict_SetItem(((mode_object *)self)->known, key, known) : -1;
+    Py_XDECREF(known);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *mode_remember_plain(PyObject *self, PyObject *func)
+{
+    return PySet_Add(((mode_object *)self)->plain, func) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *mode_forget(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PyDict_Clear(((mode_object *)self)->known);
+    Py_RETURN_NONE;
+}
+
+/* ---- the object ---- */
+
+/* No tp_clear: the dict and the set break cycles. */
+static int mode_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((mode_object *)self)->known);
+    Py_VISIT(((mode_object *)self)->plain);
+    return 0;
+}
+
+static PyObject *mode_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    mode_object *self = (mode_object *)PyType_GenericAlloc(type, 0);
+    if (self && (!(self->known = PyDict_New()) || !(self->plain = PySet_New(NULL)))) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void mode_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(((mode_object *)self)->known);
+    Py_XDECREF(((mode_object *)self)->plain);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef mode_methods[] = {
+    {"__torch_function__", (PyCFunction)(void (*)(void))mode_torch_function, METH_FASTCALL, call_doc},
+    {"_remember", mode_remember, METH_VARARGS, remember_doc},
+    {"_remember_plain", mode_remember_plain, METH_O,
+     "_remember_plain(func): it runs as it is from now on, if no argument is a part."},
+    {"_forget", mode_forget, METH_NOARGS, "Forgets what calls of parts do."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef mode_members[] = {
+    {"_is_watching", T_BOOL, offsetof(mode_object, watching), 0, "whether `_call` has to look at each call"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot mode_slots[] = {
+    {Py_tp_doc, "Runs the calls of torch functions that are known, and gives others to `_call`."},
+    {Py_tp_new, mode_new},
+    {Py_tp_dealloc, mode_dealloc},
+    {Py_tp_traverse, mode_traverse},
+    {Py_tp_methods, mode_methods},
+    {Py_tp_members, mode_members},
+    {0, NULL},
+};
+
+static PyType_Spec mode_spec = {
+    .name = "spar._C.Mode",
+    .basicsize = sizeof(mode_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = mode_slots,
+};
+
+PyObject *spar_mode_type(void)
+{
+    return PyType_FromSpec(&mode_spec);
+}
+
+/* ---- functions that the view's own code shares ---- */
+
+static PyObject *module_replaced(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *args, *kwargs, *pairs, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "O!O!O!", &PyTuple_Type, &args, &PyDict_Type, &kwargs, &PyTuple_Type,
+                          &pairs))
+        return NULL;
+    Py_INCREF(args);
+    Py_INCREF(kwargs);
+    if (replace(pairs, &args, &kwargs) == 0)
+        result = PyTuple_Pack(2, args, kwargs);
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return result;
+}
+
+static PyObject *module_mark_results(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *out, *result;
+    const spar_view_uses *uses = spar_py_view_uses();
+    if (!uses || !PyArg_ParseTuple(args, "OO", &out, &result) || mark(uses, out, result) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef spar_py_view_methods[] = {
+    {"use_view", spar_py_use_view, METH_VARARGS, spar_py_use_view_doc},
+    {"replaced", module_replaced, METH_VARARGS,
+     "replaced(args, kwargs, pairs) -> (args, kwargs), with other values at positions or names"},
+    {"mark_results", module_mark_results, METH_VARARGS,
+     "mark_results(out, result): says that a result is this shard, or several those of a list."},
+    {NULL, NULL, 0, NULL},
+};

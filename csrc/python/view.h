@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the view (spar/_view) does for each torch function: call_key.c tells calls apart, mode_type.c runs
+ * those that are known. */
+#ifndef SPAR_PYTHON_VIEW_H
+#define SPAR_PYTHON_VIEW_H
+
+#include "python/binding.h"
+
+/* What the view uses of torch and of its own Python code. */
+typedef struct {
+    PyObject *tensor, *parameter, *size; /* types */
+    PyObject *values;                    /* a tuple of types whose objects are in keys as they are */
+    PyObject *has_part;                  /* has_part(x) -> whether an object of another type holds a part */
+    PyObject *takes_input_first;         /* takes_input_first(func), of a call by keywords alone */
+    PyObject *level;                     /* level() -> the level of torch.func's transforms, or None */
+    PyObject *getattr;                   /* the builtin, which finds no attribute without an exception */
+    PyObject *shard;                     /* the name of a part's attribute */
+    /* Strings: */
+    PyObject *shape, *start, *stop, *step, *input, *call, *finish, *is_true, *is_false, *is_zero;
+} spar_view_uses;
+
+/* NULL and an exception before spar_py_use_view. */
+const spar_view_uses *spar_py_view_uses(void);
+
+PyObject *spar_py_use_view(PyObject *module, PyObject *args);
+extern const char spar_py_use_view_doc[];
+
+/* The type spar._C.Mode, and the functions of the module beside it. */
+PyObject *spar_mode_type(void);
+extern PyMethodDef spar_py_view_methods[];
+
+/* What tells a call from those that run otherwise. */
+typedef struct {
+    PyObject *key; /* a tuple; NULL where none can */
+    int has_part;  /* whether an argument is a part, or holds one */
+} spar_call_key;
+
+/* Finds the key of a call; kwargs may be NULL. Returns 0, or -1 and an exception, and then no key. */
+int spar_py_call_key(const spar_view_uses *uses, PyObject *func, PyObject *args, PyObject *kwargs,
+                     spar_call_key *result);
+
+#endif
