@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/view.py
 
 Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank. A function's time is CPU time
-on a small tensor, without a view and with one: what a chain of 100 blocks of 20 functions takes longer than
-one of 50.
+on a small tensor, without a view, in a mode of torch's that does nothing, and with a view: what a chain of
+100 times 20 functions takes longer than one of 50. A block's is what that takes longer still if each 20
+functions are a block, which receives a whole tensor to shard.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import spar
 from spar.integrations.diffusers import enable
@@ -46,6 +48,13 @@ class Functions(nn.Module):
         return h.mean(-1, keepdim=True) * x
 
 
+class Empty(TorchFunctionMode):
+    """The least that a mode costs which is written in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
 class Chain(nn.Module):
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -63,8 +72,26 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
-def functions() -> tuple[float, float]:
-    """Return the microseconds of CPU of a function without and with a view: the least of some turns."""
+class Model(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.chain = Chain(blocks)
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        found: Tensor = self.chain(x, y, weight)
+        return found
+
+
+def in_empty_mode(model: nn.Module, *args: Tensor) -> None:
+    with Empty():
+        model(*args)
+
+
+def functions() -> tuple[list[float], float]:
+    """Return the microseconds of CPU of a function plain, in an empty mode and in a view, and of a block.
+
+    Each is the least of some turns.
+    """
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(1, 64, 32, generator=generator) for _ in range(2))
     weight = torch.randn(32, 32, generator=generator) / 6
@@ -72,20 +99,21 @@ def functions() -> tuple[float, float]:
     part = 64 // dist.get_world_size()
     runs: list[Callable[[], Any]] = []
     for blocks in (BLOCKS, 2 * BLOCKS):
-        plain, viewed = Chain(blocks), Chain(blocks)
-        spar.shard_model(viewed, blocks=["blocks.*"])
-        runs += [
-            partial(plain, x[:, :part], y[:, :part], weight),
-            partial(viewed, x, y, weight),
-        ]
+        plain, viewed, divided = (Model(blocks) for _ in range(3))
+        spar.shard_model(viewed, blocks=["chain"])
+        spar.shard_model(divided, blocks=["chain.blocks.*"])
+        local = x[:, :part], y[:, :part], weight
+        runs += [partial(plain, *local), partial(in_empty_mode, plain, *local)]
+        runs += [partial(viewed, x, y, weight), partial(divided, x, y, weight)]
     least = [float("inf")] * len(runs)
     for _ in range(20):
         for i, run in enumerate(runs):
             begin = time.process_time()
             run()
             least[i] = min(least[i], time.process_time() - begin)
-    each = 1e6 / (BLOCKS * FUNCTIONS)
-    return (least[2] - least[0]) * each, (least[3] - least[1]) * each
+    kinds = len(runs) // 2
+    of_block = [1e6 * (least[kinds + i] - least[i]) / BLOCKS for i in range(kinds)]
+    return [each / FUNCTIONS for each in of_block[:3]], of_block[3] - of_block[2]
 
 
 def wan(turns: int) -> dict[str, float]:
@@ -127,10 +155,11 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     with torch.no_grad():
-        plain, viewed = functions()
+        (plain, empty, viewed), block = functions()
         times = wan(options.turns)
     if dist.get_rank() == 0:
-        print(f"a function: {plain:.2f} us, with a view {viewed:.2f} us")
+        print(f"a function: {plain:.2f} us, in an empty mode {empty:.2f}, with a view {viewed:.2f}; ", end="")
+        print(f"a block {block:.0f} us")
         print(", ".join(f"Wan, {name}: {seconds * 1e3:.0f} ms" for name, seconds in times.items()))
     dist.destroy_process_group()
 
