@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 import spar
 from spar import SequenceLayout
-from spar._attention.kernels import KERNELS, flash_attn, kernel_for, reason_against
+from spar._attention.kernels import KERNELS, aten, flash_attn, kernel_for, reason_against
 from spar._attention.kernels.aten import CudnnCuda, FlashCpu, FlashCuda
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.flash_attn import FlashAttn
@@ -299,9 +299,11 @@ def test_older_kernels_for_cpus_receive_a_key_head_for_each_query_head(version: 
     forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward")
     ops = {name: spied(forward, 1), f"{name}_backward": spied(backward, 2)}
     block = BlockInputs(q.detach(), k.detach(), v.detach(), False, None, 8**-0.5)
+    aten._takes_fewer_key_heads.cache_clear()
     with mock.patch.object(torch, "__version__", version), mock.patch.multiple(torch.ops.aten, **ops):
         out, lse = FlashCpu().forward(block)
         gradients = FlashCpu().backward(block, upper, out, lse)
+    aten._takes_fewer_key_heads.cache_clear()
     assert seen == [passed, passed]
     for found, wanted in zip((out, *gradients), (whole, *expected), strict=True):
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-5)

@@ -83,7 +83,7 @@ class Merged:
         if first and sample < 0 and size == self._q.shape[2]:
             self._merged, self._end = (out, lse), size
             return
-        merged, sums = self.total()
+        merged, sums = self._merged or self.total()
         self._merged = merged, sums = merged.to(sums.dtype), sums
         merged, sums = merged.narrow(2, query, size), sums.narrow(2, query, size)
         if sample >= 0:

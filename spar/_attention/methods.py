@@ -385,8 +385,7 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
     world, rank, numbers = place.world, place.rank, numbers_of(layout, 0)
     if compiles and (weights.uses_spans or problem.inputs.listed):
         return _in_graph(problem, part, place, numbers, world, rank)
-    if weights.uses_spans:
-        assert part.scores.spans is not None
+    if part.scores.spans is not None:
         round_ = round_by(part.scores.spans, numbers, world, rank, _blocks_maker(part))
     else:
         # Symbolic ints have no hash.

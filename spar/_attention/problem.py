@@ -119,6 +119,7 @@ class Problem:
 
     Attributes:
         note: what ranks compare besides shapes and layouts.
+        varied: as in Needs.
         computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
     """
 
@@ -127,12 +128,8 @@ class Problem:
     weights: Weights
     scale: float
     note: str
+    varied: bool
     computes: bool = True
-
-    @property
-    def varied(self) -> bool:
-        """As in Needs."""
-        return self.inputs.packed or self.inputs.listed or self.weights.uses_spans
 
 
 # The layouts of q, and of k and v.
@@ -155,7 +152,8 @@ def checked(
     note = _note(weights, given, spans, scale)
     # Scores of no width are 0.
     factor = max(inputs.q.size(3), 1) ** -0.5 if scale is None else float(scale)
-    return Problem(call, inputs, weights, factor, note)
+    varied = inputs.queries.is_packed or weights.spans is not None
+    return Problem(call, inputs, weights, factor, note, varied)
 
 
 def _autocast(x: Any, device: str) -> Any:

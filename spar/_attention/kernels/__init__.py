@@ -43,7 +43,11 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
     if name is not None:
         return kernels[name]
     for kernel in kernels.values():
-        if _suits(kernel, q, v, needs) and not _refusal(kernel, q, v, needs):
+        if kernel is _CUDNN and (needs.varied or not prefers_cudnn(q, v)):
+            continue  # it would plan for each size
+        if kernel is _BLOCKWISE and not _BLOCKWISE.has_one_run(q, v):
+            continue  # those behind it are faster
+        if not _refusal(kernel, q, v, needs):
             return kernel
     return _BLOCKWISE
 
@@ -54,13 +58,6 @@ def flash_instead_of_cudnn(q: Tensor, v: Tensor) -> FlashCuda | None:
     if not isinstance(kernel, FlashCuda) or torch.compiler.is_compiling() or not prefers_cudnn(q, v):
         return None
     return None if _refusal(kernel, q, v, Needs()) else kernel
-
-
-def _suits(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> bool:
-    """Whether to take a kernel if it can compute the blocks: those behind it may be faster."""
-    if kernel is _CUDNN:
-        return not needs.varied and prefers_cudnn(q, v)
-    return kernel is not _BLOCKWISE or _BLOCKWISE.has_one_run(q, v)
 
 
 def can_compute(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> bool:

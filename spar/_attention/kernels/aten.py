@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import torch
@@ -154,6 +155,7 @@ def _no_random_numbers(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
+@functools.cache
 def _takes_fewer_key_heads() -> bool:
     """Return whether torch's kernel for CPUs computes fewer key heads than query heads.
 
