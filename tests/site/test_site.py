@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built site in a browser: no text is cut off, no word of code is broken, and the search finds pages.
 
-`make docs-check` builds the site first. Chromium measures every page, in a frame of each width; without it, or
-without the site, the tests are skipped.
+`make docs-check` builds the site first. Chromium measures every page, in a frame of each
+width. Without Chromium or the site, the tests are skipped.
 """
 
 from __future__ import annotations
