@@ -5,8 +5,9 @@
 
 For each number of busy processes, which rank 0 starts, it prints:
 
-- calls of 2 KB in turns of 7, each turn after a barrier of gloo and one call that is not counted. The slower
-  rank's time, apart for calls that began with all ranks on one core;
+- calls of 2 KB in turns of 7, each turn after a barrier of gloo and one call that is not counted, and before
+  another one: beside a turn's last call, ranks that are ready make gloo's barrier, and take the cores of the
+  others. The slowest rank's time, apart for calls that began with all ranks on one core;
 - gathers of 1 MB in such turns, in alternation with gloo's all_gather and cat;
 - a loop of 2 KB calls: the time of one, the median of 5 loops of 700.
 
@@ -42,6 +43,7 @@ def turns(call: Callable[[], object], count: int) -> Samples:
             core, begin = core_of_thread(), time.perf_counter()
             call()
             samples.append((float(core), (time.perf_counter() - begin) * 1e6))
+        call()
     own = torch.tensor(samples, dtype=torch.float64)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)

@@ -43,7 +43,8 @@ class Part:
         text: what its figures are.
         ranks: of torchrun; 0: the command starts its own.
         command: what runs, in the repository; `{folder}` is that of the results.
-        runs: how often, of which each figure is the median: of `spar bench` alone.
+        runs: how often.
+        has_table: whether the page shows a table of operations, whose figures are the medians of the runs.
         plot: the image that it draws, in the folder of the results and in docs.
     """
 
@@ -53,17 +54,18 @@ class Part:
     ranks: int
     command: tuple[str, ...]
     runs: int = 1
+    has_table: bool = False
     plot: str = ""
 
 
-def bench(name: str, ranks: int, *options: str, runs: int, plot: str = "") -> Part:
+def bench(name: str, ranks: int, *options: str, runs: int = 1, plot: str = "") -> Part:
     text = (
         "In brackets: how many times faster than the usual code over gloo and, from 1 MB on, the time as a "
         "multiple of that of `Tensor.copy_` for the same bytes. The size is that of a rank's part; "
         '"recorded": the input requires a gradient.'
     )
     command = ("-m", "spar", "bench", "--seconds", "0.2", "--out", "{folder}/bench", *options)
-    return Part(name, f"Operations, {ranks} ranks", text, ranks, command, runs, plot)
+    return Part(name, f"Operations, {ranks} ranks", text, ranks, command, runs, True, plot)
 
 
 def attention(ranks: int, plot: str = "") -> Part:
@@ -76,8 +78,8 @@ def attention(ranks: int, plot: str = "") -> Part:
 
 WINDOW = ("-m", "spar", "bench", "--attention", "--window", "512", "--heads", "2", "--key-heads", "1")
 PARTS = (
-    bench("operations-2", 2, runs=3, plot="bench.png"),
-    bench("operations-4", 4, "--largest", "26214400", runs=2),
+    bench("operations-2", 2, plot="bench.png"),
+    bench("operations-4", 4, "--largest", "26214400"),
     attention(2, "attention.png"),
     attention(4),
     Part(
@@ -94,6 +96,7 @@ PARTS = (
             "A layer's exchanges beside the usual code over gloo, without convolution and recurrence.",
             ranks,
             ("benchmarks/hybrid.py", "--turns", "9"),
+            runs=3,
         )
         for ranks in (2, 4)
     ),
@@ -103,6 +106,7 @@ PARTS = (
         "Wan of diffusers in a view, by a plan and in one process; the host's time for a torch function.",
         2,
         ("benchmarks/view.py",),
+        runs=3,
     ),
     Part(
         "tower",
@@ -110,6 +114,7 @@ PARTS = (
         "A training step of a Qwen3-VL that is nearly all tower, with two equal images.",
         2,
         ("benchmarks/tower.py",),
+        runs=3,
     ),
     Part(
         "hosts",
@@ -213,13 +218,14 @@ def operations_table(rows: Sequence[report.Row]) -> str:
 
 def result_of(part: Part, printed: str) -> str:
     """Return what the page shows: a table of `spar bench`, else what the program printed."""
-    if part.runs > 1:
+    if part.has_table:
         paths = [FOLDER / f"{part.name}.{run}" / "bench.json" for run in range(part.runs)]
         rows = report.median_of([report.read(path)[1] for path in paths])
         if part.plot:
             title = report.read(paths[0])[0]
-            report.draw(FOLDER / part.plot, rows, f"{title}, median of {part.runs} runs")
-        return f"Medians of {part.runs} runs.\n\n{operations_table(rows)}"
+            report.draw(FOLDER / part.plot, rows, title)
+        runs = f"Medians of {part.runs} runs.\n\n" if part.runs > 1 else ""
+        return f"{runs}{operations_table(rows)}"
     lines = [line.rstrip() for line in printed.splitlines() if not line.startswith(NOISE)]
     lines = [line for line in lines if str(FOLDER) not in line]
     text = "\n".join(lines).strip("\n")
@@ -230,10 +236,7 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     model = names[0] if names else platform.machine()
-    return (
-        f"{os.cpu_count()} cores of {model} with a load of {os.getloadavg()[0]:.1f} before, "
-        f"spar {spar.__version__}, torch {torch.__version__}"
-    )
+    return f"{os.cpu_count()} cores of {model}, spar {spar.__version__}, torch {torch.__version__}"
 
 
 def page(results: dict[str, dict[str, str]]) -> str:
@@ -276,7 +279,7 @@ def run(parts: Sequence[Part], limit: float, out: Path) -> int:
         failed |= bool(failure)
         print(f"{part.name}: {failure or 'done'} after {time.monotonic() - begin:.0f} s", flush=True)
         memory.write_text(json.dumps(results, indent=1))
-        plot = FOLDER / part.plot if part.runs > 1 else FOLDER / f"{part.name}.0" / part.plot
+        plot = FOLDER / part.plot if part.has_table else FOLDER / f"{part.name}.0" / part.plot
         if part.plot and plot.exists():
             shutil.copyfile(plot, out.parent / part.plot)
     out.write_text(page(results))
