@@ -26,7 +26,7 @@ def event(name: str, tensors: Sequence[torch.Tensor] = (), **inputs: Any) -> Abs
 
 def plan_of(channel: Channel, core: _C.Exchange, inputs: Sequence[torch.Tensor]) -> _C.Plan:
     """Return the plan that the exchange itself uses on a channel."""
-    return core.plan(inputs, _C.SIDE_PULL if channel.name == "torch" else 0)[0]
+    return core.plan(inputs, channel.sides)[0]
 
 
 def profiled(

@@ -22,6 +22,7 @@ class Channel(Protocol):
 
     Attributes:
         name: the transport's name.
+        sides: those of a plan that the transport needs besides what it sends: `_C.SIDE_PULL`, or 0.
         core: its communicator in the C core, which also has the ranks' mailboxes, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
         overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
@@ -37,6 +38,7 @@ class Channel(Protocol):
     """
 
     name: str
+    sides: int
     enqueues: bool
     overlaps: bool
 

@@ -20,6 +20,7 @@ class CoreChannel:
     """A channel over a `_C.Comm`."""
 
     name: str
+    sides = 0
     enqueues = False
     overlaps = True
 

@@ -78,6 +78,7 @@ class NcclChannel(CoreChannel):
     """A call is over when it is in the current stream; what fails later, the next call raises."""
 
     name = "nccl"
+    sides = _C.SIDE_PULL
     core: _C.Comm
     enqueues = True
 
@@ -150,7 +151,7 @@ class NcclChannel(CoreChannel):
         group, device = self.group, self.device
         compares = group.synchronous and not is_capturing(device.place)
         if compares:
-            planned = core.plan(inputs, _C.SIDE_PULL, alike)
+            planned = core.plan(inputs, self.sides, alike)
             if planned is None:
                 return None
             compare(group, core, planned[0], forward, number, deadline)

@@ -112,10 +112,11 @@ class TorchChannel(CoreChannel):
     """
 
     name = "torch"
+    sides = _C.SIDE_PULL
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         place = group.peer_info or b"", group.rank, group.local_ranks, group.name
-        super().__init__(group, _C.comm("torch", *place) if group.connects else None)
+        super().__init__(group, _C.comm(self.name, *place) if group.connects else None)
 
     def drop_core(self) -> bool:
         self.core = None
@@ -136,7 +137,7 @@ class TorchChannel(CoreChannel):
         device = first.device
         refuse_capture(core.op, device, "the torch transport waits for the device")
         begin = time.monotonic_ns()
-        planned = core.plan(inputs, _C.SIDE_PULL, alike)
+        planned = core.plan(inputs, self.sides, alike)
         if planned is None:
             return None
         plan, _ = planned
@@ -162,7 +163,7 @@ class TorchChannel(CoreChannel):
             mailboxes.end()
         group.progress = OVER
         copies.unpack(core, plan, inputs, outputs, received.to(device))
-        _C.count_traffic("torch", sum(sent_sizes), time.monotonic_ns() - begin)
+        _C.count_traffic(self.name, sum(sent_sizes), time.monotonic_ns() - begin)
         if core.sums:
             return sums_of(outputs, outs)
         return list(outputs) if outs is None else [None] * len(outs)
