@@ -229,7 +229,7 @@ def result_of(part: Part, printed: str) -> str:
     lines = [line.rstrip() for line in printed.splitlines() if not line.startswith(NOISE)]
     lines = [line for line in lines if str(FOLDER) not in line]
     text = "\n".join(lines).strip("\n")
-    return f"```text\n{text}\n```"
+    return f"```console\n{text}\n```"
 
 
 def machine() -> str:
@@ -273,7 +273,7 @@ def run(parts: Sequence[Part], limit: float, out: Path) -> int:
         print(f"{part.name}: {shown(part)}", flush=True)
         begin, where = time.monotonic(), machine()
         printed, failure = execute(part, limit)
-        text = f"```text\n{printed[-2000:]}\n```" if failure else result_of(part, printed)
+        text = f"```console\n{printed[-2000:]}\n```" if failure else result_of(part, printed)
         today = datetime.date.today().isoformat()
         results[part.name] = {"date": today, "machine": where, "text": text, "failure": failure}
         failed |= bool(failure)

@@ -34,7 +34,7 @@ def test_page_has_commands_outputs_and_failures(parts: list[Part], tmp_path: Pat
     out = tmp_path / "page.md"
     assert figures.run(parts, 60, out) == 1
     page = out.read_text()
-    assert "```text\na figure\n```" in page
+    assert "```console\na figure\n```" in page
     assert "`OMP_NUM_THREADS=1 python -c print('a figure')" in page
     assert "so far" in page and "**It failed**: exit status 3." in page
     assert figures.run(parts[:1], 60, out) == 0
