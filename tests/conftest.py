@@ -297,8 +297,12 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")  # its start costs 0.3 core seconds, and gloo's threads up to 2 a minute
-def pool() -> Iterator[Ranks]:
-    pool = Ranks()
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """The ranks of a module's tests; of as many as its POOL says, which are over the first transport."""
+    worlds = getattr(request.module, "POOL", None)
+    pool = Ranks(worlds or WORLDS)
+    if worlds:
+        pool.transport = TRANSPORTS[0]
     yield pool
     pool.stop()
 

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import TRANSPORTS, Ranks
 from torch import Tensor, nn
 
 import spar
@@ -24,6 +22,7 @@ from .llms import compared, left_padded, restarts, sharding, whole, zigzag
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
 Group = dist.ProcessGroup
+POOL = (2, 3, 4)  # of the modules that import it
 TOLERANCE = 1e-5
 Rows = tuple[tuple[int, ...], ...]
 # Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
@@ -226,14 +225,6 @@ ONE_OF_EACH: dict[str, dict[str, Any]] = {  # the changes of a type's config
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "mamba": {"num_hidden_layers": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- comparisons ----

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import even, restarts, seeded, sharding, whole, zigzag
 from torch import Tensor
@@ -27,6 +27,7 @@ from spar._exchange.gathering import Gathering
 from spar.integrations._transformers.tokens import Tokens
 
 PRELOAD = llms.PRELOAD
+POOL = (2, 3, 4)
 Group = dist.ProcessGroup
 Mistake = Callable[[pytest.MonkeyPatch], None]
 # Gates are float32 in transformers, and their gradients almost cancel.
@@ -53,14 +54,6 @@ MODELS = {
     "no attention": llms.maker("Qwen3_5", **LINEAR | {"layer_types": ["linear_attention"] * 2}),
     "nemotron_h": llms.maker("NemotronH", **MAMBA2),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- the mistakes ----

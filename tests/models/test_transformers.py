@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import check_exact, even, left_padded, maker, packed, packed_rows, whole, zigzag
 from helpers.whole_attention import METHODS
@@ -18,15 +17,7 @@ from spar.integrations.transformers import shard
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
 PRELOAD = llms.PRELOAD
-WORLDS = (2, 3, 4)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks(WORLDS)
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
+POOL = (2, 3, 4)
 
 
 def check_model(rank: int, world: int, group: llms.Group, name: str) -> None:
@@ -40,7 +31,7 @@ def check_model(rank: int, world: int, group: llms.Group, name: str) -> None:
         check_exact(make, packed(5, 20, 4, 12), group, method=method)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", POOL)
 @pytest.mark.parametrize("name", llms.MODELS)
 def test_models_are_exact(pool: Ranks, name: str, world: int) -> None:
     pool(world, check_model, name)
@@ -65,7 +56,7 @@ def check_masks(rank: int, world: int, group: llms.Group) -> None:
             check_exact(make, batch, group, method=method, layout=layout)
 
 
-@pytest.mark.parametrize("world", (1, *WORLDS))
+@pytest.mark.parametrize("world", (1, *POOL))
 def test_padding_and_documents_are_exact(pool: Ranks, world: int) -> None:
     pool(world, check_masks)
 

@@ -6,13 +6,13 @@ Norms and rotary embeddings leave q and k in float32 beside a v of 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import ROWS, check_exact, check_gradients, left_padded, maker, meshes, rows, seeded, whole
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,17 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from spar.integrations.transformers import shard
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
+POOL = (2, 4)
 Group = dist.ProcessGroup
 KINDS = (torch.bfloat16, torch.float16)
 TOLERANCES = {kind: 10 * torch.finfo(kind).eps for kind in KINDS}  # a mistake is off by 0.1 and more
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 def cast(make: Callable[[], Any], kind: torch.dtype) -> Callable[[], Any]:

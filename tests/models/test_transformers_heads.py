@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import (
     TOLERANCE,
@@ -30,6 +30,7 @@ import spar
 from spar.integrations.transformers import shard, total_loss
 
 PRELOAD = [*llms.PRELOAD, "transformers.models.gpt2.modeling_gpt2", "peft"]
+POOL = (2, 3, 4)
 Group = dist.ProcessGroup
 CLASSES = {"id2label": {0: "a", 1: "b", 2: "c"}}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -42,14 +43,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "LlamaForTokenClassification": CLASSES | {"classifier_dropout": 0.0},
     "GPT2ForTokenClassification": GPT2 | CLASSES | {"classifier_dropout": 0.0},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 def right_padded() -> dict[str, Tensor]:

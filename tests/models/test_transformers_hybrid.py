@@ -15,6 +15,7 @@ from helpers.hybrid_models import (
     FEW,
     ONE_OF_EACH,
     OTHERS,
+    POOL as POOL,
     PRELOAD as PRELOAD,
     TYPES,
     WITHOUT_DOCUMENTS,
@@ -24,7 +25,6 @@ from helpers.hybrid_models import (
     check_float64,
     maker,
     padded,
-    pool as pool,
 )
 from helpers.llms import compared, even, packed, seeded, sharding, whole, zigzag
 from torch.distributed.fsdp import fully_shard

@@ -17,11 +17,11 @@ from helpers import llms
 from helpers.hybrid_models import (
     FOUR,
     INDEXED,
+    POOL as POOL,
     PRELOAD as PRELOAD,
     built,
     check_exact,
     maker,
-    pool as pool,
     sent,
 )
 from helpers.llms import compared, seeded, sharding, whole

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import (
     ROWS,
@@ -42,16 +42,9 @@ from spar.integrations._transformers.masks import WHOLE
 from spar.integrations.transformers import register, shard
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
+POOL = (2, 3, 4)
 WORLDS = (2, 3)
 Group = dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- models ----

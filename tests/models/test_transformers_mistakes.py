@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import check_exact, even, maker, packed, sharding, whole, zigzag
 
@@ -20,15 +19,8 @@ from spar import SequenceLayout
 from spar.integrations.transformers import register, shard
 
 PRELOAD = llms.PRELOAD
+POOL = (2, 3, 4)
 Group = dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- right now ----

@@ -3,30 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import check_exact, left_padded, maker, packed, seeded, sharding, whole
 
 PRELOAD = llms.PRELOAD
+POOL = (2,)
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = WITHOUT_DROPOUT | {"is_decoder": True}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 POOLS = "its head pools the tokens of a sequence"
 OWN_ATTENTION = "do not call the attention that set_attn_implementation sets"
 OWN_MASK = "builds attention masks by its own code"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2,))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import (
     ROWS,
@@ -37,6 +36,7 @@ import spar
 from spar.integrations.transformers import shard, total_loss
 
 PRELOAD = llms.PRELOAD
+POOL = (2, 3, 4)
 Group = dist.ProcessGroup
 ROUNDING = 3e-5
 # A large part of the loss, so that mistakes in it show.
@@ -47,14 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("Qwen3Moe", LOSS | llms.EXPERTS | {"sliding_window": 9, "use_sliding_window": True}),
     "gpt-oss": ("GptOss", LOSS | llms.MIXED | {"num_local_experts": 4}),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 def padded(size: int = 2) -> dict[str, Tensor]:

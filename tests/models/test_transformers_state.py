@@ -17,6 +17,7 @@ from helpers.hybrid_models import (
     FEW,
     ONE_OF_EACH,
     OTHERS,
+    POOL as POOL,
     PRELOAD as PRELOAD,
     TYPES,
     WITHOUT_DOCUMENTS,
@@ -25,7 +26,6 @@ from helpers.hybrid_models import (
     check_float64,
     maker,
     padded,
-    pool as pool,
     sent,
 )
 from helpers.llms import compared, even, seeded, whole, zigzag

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import (
     ROWS,
@@ -38,15 +37,8 @@ import spar
 from spar.integrations.transformers import register, shard, total_loss
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
+POOL = (2, 4)
 Group = dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- one group, gradients summed ----

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.float64 import in_float64
 from helpers.llms import even, left_padded, packed, packed_rows, seeded, whole, zigzag
@@ -24,17 +24,10 @@ from spar.integrations.transformers import shard, total_loss
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
+POOL = (2, 3, 4)
 Group = dist.ProcessGroup
 
 # ---- each type ----
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3, 4))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 def check_type(rank: int, world: int, group: Group, name: str) -> None:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers import llms
 from helpers.llms import left_padded, packed, seeded, sharding, whole
 from helpers.whole_models import TYPES, check_exact, maker
@@ -23,16 +22,9 @@ from spar.integrations._transformers.whole_state import Carrying
 from spar.integrations.transformers import shard
 
 PRELOAD = llms.PRELOAD
+POOL = (2, 3)
 Group = llms.Group
 LAYER = ["model.layers.1"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks((2, 3))
-    pool.transport = TRANSPORTS[0]
-    yield pool
-    pool.stop()
 
 
 # ---- patterns ----

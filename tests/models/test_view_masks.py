@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -14,16 +13,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from conftest import Ranks
-from helpers.llms import left_padded, maker, packed, packed_rows, whole
+from helpers.llms import left_padded, maker, packed_rows, whole
 from helpers.multimodal import made
+from helpers.view_masks import BATCHES, TEXTS, WINDOWS, check_step, pair, small
 from torch import Tensor, nn
 from transformers import masking_utils
 
 import spar
 from spar._attention.spans import Spans
 from spar._view import mask_makers
-from spar._view.eager import has_usual_formula
-from spar._view.rules import attention as rules
 from spar.integrations._transformers.masks import Wanted, leaves_intervals
 
 PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.gemma3.modeling_gemma3"]
@@ -31,101 +29,6 @@ PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-LIMIT = 1e-6  # in float64: a model computes its rotary positions, norms and loss in float32
-TOTAL = 37
-WINDOWS = {"sliding_window": 9}
-
-
-def right_padded() -> dict[str, Tensor]:
-    batch = whole()
-    mask = torch.ones_like(batch["input_ids"])
-    mask[1, -13:] = 0
-    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
-
-
-def holes() -> dict[str, Tensor]:
-    """Padding in the middle of rows, as of tool calls that were cut out."""
-    batch = whole()
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, 5:9] = mask[0, 20] = mask[1, 30:] = 0
-    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
-
-
-BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "plain": whole,
-    "left": left_padded,
-    "right": right_padded,
-    "holes": holes,
-    "packed": lambda: packed(5, 20, 12),
-    "packed rows": packed_rows,
-}
-TEXTS: dict[str, dict[str, Any]] = {
-    "mistral": WINDOWS,
-    "qwen3": {},
-    "Gemma3": WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]},
-    "Llama4": {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4},
-    "DeepseekV3": {"moe_intermediate_size": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 12}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "num_key_value_heads": 8, "first_k_dense_replace": 2},
-}
-
-
-class Seen:
-    """What spar.attention got as masks, and by which method."""
-
-    def __init__(self) -> None:
-        self.masks: list[Any] = []
-        self.methods: set[str | None] = set()
-
-
-@contextmanager
-def small(least: int = 0) -> Iterator[Seen]:
-    """Make spans of masks from so many bytes on."""
-    seen, own = Seen(), spar.attention
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        seen.masks.append(kwargs["mask"])
-        seen.methods.add(kwargs.get("method"))
-        return own(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "attention", attention)
-        patch.setattr(mask_makers, "LEAST_BYTES", least)
-        yield seen
-
-
-def pair(
-    make: Callable[[], Any], group: Group, dtype: torch.dtype = torch.float64, **options: Any
-) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = make().to(dtype).eval()
-    one = copy.deepcopy(model)
-    spar.shard_model(model, group, **options)
-    return model, one
-
-
-def check_step(
-    model: nn.Module,
-    one: nn.Module,
-    batch: dict[str, Any],
-    group: Group,
-    what: Any,
-    limit: float = LIMIT,
-) -> None:
-    """Compare the loss, the logits and all gradients with those of one process."""
-    for each in (model, one):
-        each.zero_grad()
-    out, expected = model(**batch), one(**batch)
-    out.loss.backward()
-    expected.loss.backward()
-    assert abs(out.loss - expected.loss) <= limit * expected.loss, what
-    assert (out.logits - expected.logits).abs().max() <= limit * expected.logits.abs().max(), what
-    for (name, parameter), own in zip(model.named_parameters(), one.parameters(), strict=True):
-        if own.grad is None:
-            continue
-        found = torch.zeros_like(own) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(found, group=group)
-        error = (found / group.size() - own.grad).abs().max()
-        assert error <= limit * own.grad.abs().max().clamp(min=1e-6), (what, name, error)
 
 
 def check_texts(rank: int, world: int, group: Group, name: str) -> None:
@@ -244,136 +147,6 @@ def check_eager(rank: int, world: int, group: Group) -> None:
 
 def test_sinks_with_windows_are_exact(pool: Ranks) -> None:
     pool(2, check_eager)
-
-
-EAGER_LIMIT = 2e-5  # in float32, in which eager attention computes its softmax whatever the weights are
-EAGER: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": WINDOWS,
-    "Gemma3": TEXTS["Gemma3"],
-    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 8},
-    "GPTNeoX": {},
-    "DeepseekV3": TEXTS["DeepseekV3"],
-}
-
-
-def eager(name: str, **config: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        model = maker(name, **config)()
-        model.set_attn_implementation("eager")
-        return model
-
-    return make
-
-
-def check_usual(rank: int, world: int, group: Group, name: str) -> None:
-    """Queries of padding, which have no keys, are those of one process, too: the loss has a label of one."""
-    model, one = pair(eager(name, **EAGER[name]), group, torch.float32)
-    for kind, make in BATCHES.items():
-        batch = make()
-        if kind == "left":
-            batch["labels"] = whole()["labels"]
-        with small() as seen:
-            check_step(model, one, batch, group, (name, kind), EAGER_LIMIT)
-        assert len(seen.masks) == 2 and all(isinstance(mask, Spans) for mask in seen.masks), (name, kind)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", EAGER)
-def test_eager_attention_of_the_usual_formula_has_spans(pool: Ranks, world: int, name: str) -> None:
-    pool(world, check_usual, name)
-
-
-def check_unusual(rank: int, world: int, group: Group) -> None:
-    """Where somebody reads the weights, or the formula is another, the model's own code runs."""
-    batch = left_padded()
-    softcap = {"attn_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"]}
-    bias = {"position_biased_input": False}
-    makers = [eager("Gemma2", **WINDOWS, **softcap), eager("llama")]
-    for make in (
-        *makers,
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT, **bias)),
-    ):
-        model, one = pair(make, group, torch.float32)
-        if one.config.model_type == "bert":
-            for each in (model, one):
-                each.set_attn_implementation("eager")
-        options = {} if one.config.model_type == "gemma2" else {"output_attentions": True}
-        with small() as seen:
-            found, expected = model(**batch, **options), one(**batch, **options)
-            check_step(model, one, batch | options, group, one.config.model_type, EAGER_LIMIT)
-        assert not seen.masks
-        for x, y in zip(found.attentions or (), expected.attentions or (), strict=True):
-            torch.testing.assert_close(x, y)
-        assert options == {} or len(found.attentions) == 2
-    model, one = pair(eager("llama"), group, torch.float32)
-    shapes: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: shapes.append(out[1].shape))
-    with small() as seen:
-        check_step(model, one, batch, group, "a hook that reads weights", EAGER_LIMIT)
-    assert [shape[2:] for shape in shapes] == [(37, 37)]
-
-
-SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-
-
-def test_eager_attention_whose_weights_are_read_keeps_them(pool: Ranks) -> None:
-    pool(2, check_unusual)
-
-
-def check_eager_use(rank: int, world: int, group: Group) -> None:
-    """Both kinds of checkpoints, dropout in training, low precision, and generate."""
-    for reentrant in (False, True):
-        model, one = pair(eager("mistral", **WINDOWS), group, torch.float32)
-        for each in (model, one):
-            each.train()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        with small() as seen:
-            check_step(model, one, packed_rows(), group, reentrant, EAGER_LIMIT)
-        assert len(seen.masks) == 4 and all(isinstance(mask, Spans) for mask in seen.masks)
-    model, one = pair(eager("llama", attention_dropout=0.5), group, torch.float32)
-    with small() as seen:
-        check_step(model, one, left_padded(), group, "no dropout in evaluation", EAGER_LIMIT)
-        assert len(seen.masks) == 2
-        for each in (model, one):
-            each.train()
-            torch.manual_seed(3)
-            each.loss = each(**left_padded()).loss.detach()
-        assert len(seen.masks) == 2 and torch.allclose(model.loss, one.loss)
-    model, one = pair(eager("mistral", **WINDOWS, use_cache=True), group, torch.float32)
-    batch = {name: x for name, x in left_padded().items() if name != "labels"}
-    with small():
-        found, expected = [each.generate(**batch, max_new_tokens=9, do_sample=False) for each in (model, one)]
-    assert torch.equal(found, expected)
-    model, one = [each.bfloat16() for each in (model, one)]
-    with small() as seen, torch.no_grad():
-        error = (model(**batch).logits - one(**batch).logits).abs().max()
-    assert seen.masks and error < 0.1 * one(**batch).logits.abs().max()
-
-
-def test_eager_attention_in_use(pool: Ranks) -> None:
-    pool(2, check_eager_use)
-
-
-def test_formulas_of_eager_attention() -> None:
-    """Which models' functions are the usual formula: a changed one is another."""
-    from importlib import import_module
-
-    def function(name: str) -> Any:
-        return import_module(f"transformers.models.{name}.modeling_{name}").eager_attention_forward
-
-    usual = (
-        "llama mistral gemma2 gemma3 bert gpt2 clip vit whisper qwen2_vl gpt_neox internvl bigbird_pegasus"
-    )
-    assert [name for name in usual.split() if not has_usual_formula(function(name))] == []
-    for name in ("gpt_oss", "t5", "mimo_v2_flash", "granite_swa", "vjepa2"):
-        assert not has_usual_formula(function(name)), name
-    assert not has_usual_formula(eager_of_a_user)
-
-
-def eager_of_a_user(module: Any, query: Any, key: Any, value: Any, attention_mask: Any) -> None: ...
 
 
 def check_prefill(rank: int, world: int, group: Group) -> None:
