@@ -5,9 +5,9 @@
 
 For each number of busy processes, which rank 0 starts, it prints:
 
-- calls of 2 KB in turns of 7, each turn after a barrier of gloo and one call that is not counted, and before
-  another one: beside a turn's last call, ranks that are ready make gloo's barrier, and take the cores of the
-  others. The slowest rank's time, apart for calls that began with all ranks on one core;
+- calls of 2 KB in turns of 7, each turn after a barrier of gloo and one call that is not counted. The slowest
+  rank's time, apart for calls that began with all ranks on one core; and apart for the last calls of turns:
+  beside these, ranks that are ready make gloo's barrier, and take the cores of the others;
 - gathers of 1 MB in such turns, in alternation with gloo's all_gather and cat;
 - a loop of 2 KB calls: the time of one, the median of 5 loops of 700.
 
@@ -43,7 +43,6 @@ def turns(call: Callable[[], object], count: int) -> Samples:
             core, begin = core_of_thread(), time.perf_counter()
             call()
             samples.append((float(core), (time.perf_counter() - begin) * 1e6))
-        call()
     own = torch.tensor(samples, dtype=torch.float64)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
@@ -105,6 +104,9 @@ def measure(count: int, number: int, group: dist.ProcessGroup) -> None:
     for state, samples in by_state(calls).items():
         print(f"  2 KB, {state}: {len(samples)} calls, {text_of(samples)}")
     print(f"  2 KB, all: {text_of(calls)}")
+    lasts = [call for i, call in enumerate(calls) if i % TURN == TURN - 1]
+    others = [call for i, call in enumerate(calls) if i % TURN < TURN - 1]
+    print(f"  2 KB, the last of a turn: {text_of(lasts)}; the others: {text_of(others)}")
     gathers = {**by_state(ours), "all": ours}
     references = {**by_state(theirs), "all": theirs}
     for state in gathers:

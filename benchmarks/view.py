@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/view.py
 
 Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank. A function's time is CPU time
-on a small tensor, without a view, in a mode of torch's that does nothing, and with a view: what a chain of
+on a small tensor, without a view, under an empty TorchFunctionMode, and in a view: what a chain of
 100 times 20 functions takes longer than one of 50. A block's is what that takes longer still if each 20
 functions are a block, which receives a whole tensor to shard.
 """

@@ -163,7 +163,7 @@ static PyObject *find(mode_object *self, const spar_view_uses *uses, PyObject *f
 }
 
 PyDoc_STRVAR(call_doc, "__torch_function__(func, types, args=(), kwargs=None)\n\n"
-                       "Runs a torch function, as the protocol of torch's modes asks for.");
+                       "Runs a torch function: the method of TorchFunctionMode.");
 
 static PyObject *mode_torch_function(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
