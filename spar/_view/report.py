@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,10 @@ def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     if name in ("grouped_mm", "_grouped_mm"):  # rows, each by the matrix of its group
         return whole_numel(a) * b.size(-1)
     if name in ("conv1d", "conv2d", "conv3d"):
-        return whole_numel(a) // max(a.size(1), 1) * b.numel()
+        stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
+        strides = [stride] if isinstance(stride, int) else list(stride)
+        steps = prod(strides * (a.dim() - 2) if len(strides) == 1 else strides)
+        return whole_numel(a) // max(a.size(1) * steps, 1) * b.numel()
     return 0
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
-from ..part import Part, part_of, whole_numel
+from ..part import Part, part_of
+from ..report import multiply_adds
 from .products import shared
 
 
@@ -55,7 +56,7 @@ def convolution(call: FunctionCall) -> Plan | None:
         return None
     if any(part_of(t) is not None for t in call.tensors[1:]):
         return None
-    amount = whole_numel(x) // max(x.size(1), 1) * weight.numel()
+    amount = multiply_adds(call.name, call.args, call.kwargs)
     window = _window(call, weight, part.dim - 2) if part.dim > 1 else _Window(1, 1, 0)
     if window == _Window(1, 1, 0):
         return Plan(part, work=shared(amount, part))
