@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments
@@ -21,19 +22,24 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     assert own is not None
     if own is part:
         return x
+    plan = _plan(own, part, start)
+    if plan is None:
+        return mark(x.clone(memory_format=torch.contiguous_format), part)
     with Arguments("a sharded model", x, part.parts.group) as call:
-        out = gather_pieces(call, _plan(own, part, start), [x], own.dim, f"part at {start}")[0]
+        out = gather_pieces(call, plan, [x], own.dim, f"part at {start}")[0]
     return mark(out, part)
 
 
-def _plan(own: Part, wanted: Part, start: int) -> Plan:
+def _plan(own: Part, wanted: Part, start: int) -> Plan | None:
+    """Return how ranks exchange their tokens; None if each holds those that it wants."""
     known, key = own.parts.moves, (own, wanted, start)
-    plan = known.get(key)
-    if plan is None:
+    if key not in known:
         ranks = range(own.parts.world)
+        held = [_runs(own, rank) for rank in ranks]
         pieces = [[(start + run.start, run.size) for run in _runs(wanted, rank)] for rank in ranks]
-        plan = known[key] = plan_pieces([_runs(own, rank) for rank in ranks], pieces, own.parts.rank)
-    return plan
+        is_there = pieces == [[(run.start, run.size) for run in each] for each in held]
+        known[key] = None if is_there else plan_pieces(held, pieces, own.parts.rank)
+    return known[key]
 
 
 def _runs(part: Part, rank: int) -> list[Piece]:
