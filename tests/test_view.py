@@ -21,9 +21,10 @@ from test_faults import finish, start
 from torch import Tensor
 
 from spar._group.registry import place_of
-from spar._view import view
+from spar._view import moving, view
 from spar._view.outside import intercepted
 from spar._view.part import Parts, mark, part_of
+from spar._view.rules import attention
 from spar._view.view import View
 from spar.parallel_state import init_parallel_state
 
@@ -54,6 +55,8 @@ def check_expressions(rank: int, world: int, group: Group) -> None:
         "z = x.view(2, 12, 3, 2); z[..., 0] = 1; out = x",
         "z = x[:, 5:]; z.add_(1); out = x.clone(), z",
         "z = x[:, 3:]; z.mul_(2); out = x",
+        "z = x.detach() * 1; a, c = z.split([3, 9], 1); z.mul_(2); out = c + 1",
+        "z = y * 1; a, c = x.split([3, 9], 1); z[:, 3:].add_(c); out = z",
     }
 
 
@@ -258,6 +261,49 @@ def check_sizes_that_are_tensors(rank: int, world: int, group: Group) -> None:
 
 def test_sizes_that_are_tensors_are_read_in_each_call(ranks: Ranks) -> None:
     ranks(2, check_sizes_that_are_tensors)
+
+
+def check_pieces(rank: int, world: int, group: Group) -> None:
+    """Attend within windows, as the vision models of transformers do: one that ranks share is exchanged."""
+
+    def windows(view: View, x: Tensor, sizes: list[int]) -> Tensor:
+        pieces = x.split(sizes, 1)
+        return torch.cat([F.scaled_dot_product_attention(piece, piece, piece) for piece in pieces], 1)
+
+    whole = Inputs(1).x
+    for sizes, count in (([3, 3, 3, 3], 0), ([6, 6], 0), ([2, 0, 1, 3, 6], 0), ([5, 7], 1), ([5, 2, 5], 1)):
+        with (
+            mock.patch.object(moving, "gather_pieces", side_effect=AssertionError),
+            mock.patch.object(attention, "attention", wraps=attention.attention) as exchanged,
+        ):
+            found = viewed(group, lambda view, x, sizes=sizes: windows(view, x, sizes))
+        assert exchanged.call_count == count, sizes
+        part = part_of(found)
+        assert part is not None and part.lengths == (12,) and not part.is_uneven
+        expected = windows(None, whole, sizes)  # type: ignore[arg-type] # it needs none
+        torch.testing.assert_close(part.parts.gather(found), expected)
+
+
+def test_a_piece_on_one_rank_exchanges_nothing(ranks: Ranks) -> None:
+    ranks(2, check_pieces)
+
+
+def check_uneven_pieces(rank: int, world: int, group: Group) -> None:
+    """Move a piece once to an even part, where something else than attention computes with it."""
+
+    def run(view: View, x: Tensor) -> None:
+        first, rest = x.split([2, 10], 1)
+        assert [part_of(y).is_uneven for y in (first, rest)] == [True, True]  # type: ignore[union-attr]
+        assert part_of(rest * 2) is view.parts.part(1, (10,))
+        assert part_of(first + 1) is view.parts.part(1, (2,))
+        assert part_of(x.split([1, 11], 1)[0] + 1) is None  # fewer tokens than ranks are whole
+        assert not view.report.functions
+
+    viewed(group, run)
+
+
+def test_uneven_pieces_become_even(ranks: Ranks) -> None:
+    ranks(2, check_uneven_pieces)
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:

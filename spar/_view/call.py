@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .part import Part, Parts, Shard, changed, part_of, tensors_in, whole_shape
+from .part import Part, Parts, Shard, changed, is_uneven, part_of, tensors_in, whole_shape
 
 
 class Plan(NamedTuple):
@@ -87,6 +87,10 @@ class FunctionCall:
         """The part of the first argument."""
         return part_of(self.input)
 
+    @property
+    def has_uneven(self) -> bool:
+        return any(map(is_uneven, self.tensors))
+
     def dims(self, x: Tensor, dim: Any) -> list[int]:
         """Return dims, from 0, of one or several that may count from the last."""
         return [d % max(x.dim(), 1) for d in (dim if isinstance(dim, (list, tuple)) else (dim,))]
@@ -99,12 +103,15 @@ def are_ints(values: Sequence[Any]) -> bool:
 
 Rule = Callable[[FunctionCall], Plan | None]
 RULES: dict[str, Rule] = {}
+SERVE_UNEVEN: set[Rule] = set()  # rules for uneven parts, too
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
+def rule(names: str, *, uneven: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for functions of these names: torch's, its methods, and get_x for the attribute x.
 
     get_is_* stands for all attributes of such a name, as one for each type of device.
+
+    uneven: whether the rule serves uneven parts; for others these are first moved to even ones.
 
     A rule returns None for a call that it cannot run on parts; then it runs whole on each rank.
     """
@@ -113,6 +120,8 @@ def rule(names: str) -> Callable[[Rule], Rule]:
         for name in names.split():
             assert name not in RULES, name
             RULES[name] = function
+        if uneven:
+            SERVE_UNEVEN.add(function)
         return function
 
     return register

@@ -23,6 +23,35 @@ _T = TypeVar("_T")
 _SHARD = "_spar_shard"
 
 
+class Uneven(int):
+    """The length of a sequence that lies on the ranks, in their order, by other numbers than the layout's.
+
+    A piece of a sequence is one, as long as its tokens stay where they are.
+
+    Attributes:
+        sizes: the tokens of each rank.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __new__(cls, sizes: tuple[int, ...]) -> Uneven:
+        made = super().__new__(cls, sum(sizes))
+        made.sizes = sizes
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Uneven) and self.sizes == other.sizes
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"{int(self)} as {self.sizes}"
+
+
 class Part:
     """A dim of a tensor that has the tokens, of which each rank holds its own.
 
@@ -33,7 +62,7 @@ class Part:
 
     Attributes:
         dim: the dim, counted from the first.
-        lengths: of the sequences.
+        lengths: of the sequences; one alone may be `Uneven`.
         padding: the rows before and behind the tokens.
         runs: where this rank's runs of tokens begin, and how many they are.
         whole, local: the dim's size in the whole tensor, and on this rank.
@@ -81,6 +110,15 @@ class Part:
     def is_plain(self) -> bool:
         """Whether the dim has tokens and nothing else."""
         return self.outer == self.inner == 1 and not self.is_padded
+
+    @property
+    def is_uneven(self) -> bool:
+        return isinstance(self.lengths[0], Uneven) if self.lengths else False
+
+    @property
+    def even(self) -> Part:
+        """The part of the same dim whose tokens lie on the ranks by the layout."""
+        return self.of((self.tokens,)) if self.is_uneven else self
 
     @property
     def is_padded(self) -> bool:
@@ -189,7 +227,7 @@ class Parts:
         # As long as tensors and plans have them: lengths may differ in each forward.
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
-        self.moves: dict[tuple[Part, Part, int], Plan] = {}  # the plans of `moved`
+        self.moves: dict[tuple[Part, Part, int], Plan | None] = {}  # the plans of `moved`
 
     def forget(self) -> None:
         """Drop what was found for lengths that may not come again."""
@@ -220,9 +258,17 @@ class Parts:
     def _layout(self, lengths: tuple[int, ...]) -> SequenceLayout:
         if len(lengths) != 1:
             return SequenceLayout("joint", (1, len(lengths), *lengths), self.group)
+        if isinstance(lengths[0], Uneven):
+            return SequenceLayout("local", lengths[0].sizes, self.group)
         if self.state is not None:
             return SequenceLayout.hybrid(lengths[0], self.state)
         return SequenceLayout.even(lengths[0], self.group)
+
+    def length(self, sizes: Sequence[int]) -> int:
+        """Return the length of a sequence of which the ranks, in their order, hold such numbers of tokens."""
+        uneven = Uneven(tuple(sizes))
+        is_even = uneven >= self.world and self.layout((int(uneven),)).sizes == uneven.sizes
+        return int(uneven) if is_even else uneven
 
     def runs(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
         """Return where a rank's runs of a sequence begin, and their tokens; by default this rank's."""
@@ -273,6 +319,12 @@ def part_of(x: Any) -> Part | None:
     """Return which part of a whole tensor x is; None if it is whole, or no tensor."""
     shard: Shard | None = getattr(x, _SHARD, None) if isinstance(x, Tensor) else None
     return None if shard is None else shard.part
+
+
+def is_uneven(x: Any) -> bool:
+    """Whether x is a part whose tokens lie on the ranks by other numbers than the layout's."""
+    part = part_of(x)
+    return part is not None and part.is_uneven
 
 
 def mark(x: _T, part: Part | None) -> _T:

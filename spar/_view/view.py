@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
 from .bodies import body_of
-from .call import FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
+from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
 from .moving import moved
-from .part import _SHARD, Part, Parts, changed, mark, part_of, tensors_in, whole_shape
+from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 
@@ -229,6 +229,8 @@ class View(Mode, TorchFunctionMode):
         if any((part := part_of(x)) is not None and part.parts is not self.parts for x in call.tensors):
             raise self.error(name, "has a part of another view's", "gather it in its own forward")
         found = rule_of(name)
+        if found not in SERVE_UNEVEN and call.has_uneven:
+            return None
         plan = found(call) if found is not None else None
         if plan is not None and plan.part and not call.is_inplace:
             verify(call, plan)
@@ -255,6 +257,8 @@ class View(Mode, TorchFunctionMode):
 
     def _whole(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = function.name
+        if any(map(is_uneven, tensors_in(args, kwargs))) and not (function.is_inplace and is_uneven(args[0])):
+            return self._evened(name, func, args, kwargs)
         body = body_of(func)
         if body is not None:
             with self:
@@ -271,6 +275,22 @@ class View(Mode, TorchFunctionMode):
         if function.is_inplace:
             return self._whole_in_place(function, func, args, kwargs)
         out = func(*self.gather(args), **self.gather(kwargs))
+        if _is_view(name, args) and isinstance(args[0], Tensor):
+            self._aliases.add_copies(tensors_in(out), args[0])
+        return out
+
+    def _evened(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function on even parts in the place of uneven ones; fewer tokens than ranks become whole."""
+
+        def even(x: Tensor) -> Tensor:
+            part = part_of(x)
+            if part is None or not part.is_uneven:
+                return x
+            return self.parts.gather(x) if part.tokens < self.parts.world else moved(x, part.even)
+
+        changed_args, changed_kwargs = changed(even, (args, kwargs))
+        with self:
+            out = func(*changed_args, **changed_kwargs)
         if _is_view(name, args) and isinstance(args[0], Tensor):
             self._aliases.add_copies(tensors_in(out), args[0])
         return out

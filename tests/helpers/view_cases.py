@@ -16,7 +16,7 @@ from torch import Tensor
 from spar._group.registry import place_of
 from spar._view import rules  # noqa: F401 - registers them
 from spar._view.outside import intercepted
-from spar._view.part import Part, Parts
+from spar._view.part import Part, Parts, Uneven
 from spar._view.view import View
 
 B, N, D = 2, 12, 6
@@ -30,6 +30,7 @@ PARTS: dict[str, tuple[int, tuple[int, ...], int, int] | None] = {
     "features": (2, (6,), 1, 1),
     "frames": (1, (4,), 3, 1),
     "inner": (1, (6,), 1, 2),
+    "uneven": (1, (12,), 1, 1),  # on other numbers of tokens than the layout's
     "whole": None,
 }
 PAIRS = [
@@ -42,7 +43,9 @@ PAIRS = [
     ("frames", "frames"),
     ("inner", "whole"),
     ("features", "tokens"),
+    ("uneven", "tokens"),
 ]
+UNEVEN = {1: (12,), 2: (9, 3), 3: (0, 5, 7), 4: (0, 1, 11, 0)}  # by the number of ranks
 
 
 class Inputs:
@@ -137,6 +140,8 @@ def _fresh(x: Tensor) -> Tensor:
 
 def _part(parts: Parts, name: str) -> Part | None:
     values = PARTS[name]
+    if name == "uneven" and parts.state is None:  # a ring has none
+        return parts.part(1, (Uneven(UNEVEN[parts.world]),))
     return None if values is None else parts.part(*values)
 
 

@@ -18,7 +18,7 @@ from ..moving import moved
 from ..part import Part, Parts, mark, part_of, whole_numel, whole_shape
 from ..spans_mask import dense_of, spans_of
 from .pointwise import aligned
-from .products import shared, work
+from .products import shared
 
 _EVEN_ENOUGH = (
     1.25  # the largest share of a rank, in equal shares, of an attention that is not exchanged by heads
@@ -38,7 +38,7 @@ class _Attention(NamedTuple):
     enable_gqa: bool = False
 
 
-@rule("scaled_dot_product_attention")
+@rule("scaled_dot_product_attention", uneven=True)
 def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
     asked = _Attention(*call.args, **call.kwargs)
     q = asked.query
@@ -50,6 +50,11 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
         part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
         return _of_samples(call, asked, part)
+    is_own = part.dim == dims - 2 and part_of(asked.key) is part_of(asked.value) is part_of(q)
+    if is_own and asked.attn_mask is None and sum(size > 0 for size in part.sizes) < 2:
+        return _on_one_rank(call, asked, part)
+    if call.has_uneven and not is_own:
+        return None  # on even parts
     plan = _of_tokens(call, asked, part.plain) if part.dim == dims - 2 else None
     return plan if plan is None or part is part.plain else _moved_back(plan, part)
 
@@ -73,7 +78,7 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
     if moves is None or any(i and operands[i].dim() != asked.query.dim() for i, to in moves if to):
         return None
     wanted = [(operands[i], to) for i, to in moves]
-    local = 2 * asked.query.numel() * whole_shape(asked.key)[-2]
+    amount = 2 * whole_numel(asked.query) * whole_shape(asked.key)[-2]
     function = call.function
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -81,7 +86,23 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
         with drawing(part.parts, given.dropout_p):
             return _connected(function(*args, **kwargs), given)
 
-    return Plan(part, moves_to(call, wanted), run=run, work=work(local, asked.query, part))
+    return Plan(part, moves_to(call, wanted), run=run, work=shared(amount, part))
+
+
+def _on_one_rank(call: FunctionCall, asked: _Attention, part: Part) -> Plan:
+    """Attend without an exchange to a piece of a sequence that lies on one rank: an image, or a window."""
+    function = call.function
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = _Attention(*args, **kwargs)
+        with drawing(part.parts, given.dropout_p):
+            if given.query.numel():
+                attended: Tensor = function(*args, **kwargs)
+                return attended
+            out = given.query.new_zeros((*given.query.shape[:-1], given.value.size(-1)))
+            return _connected(out, given)
+
+    return Plan(part, run=run, work=shared(2 * whole_numel(asked.query) * part.whole, part))
 
 
 def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
@@ -216,7 +237,7 @@ def _connected(out: Tensor, asked: _Attention) -> Tensor:
     Ranks with elements reach those in backward, and would wait for this one.
     """
     if not out.numel():
-        for x in asked[1:4]:
+        for x in asked[:4]:
             if x is not None and x.requires_grad:
                 out = out + x.sum().to(out.dtype) * 0
     return out

@@ -16,14 +16,15 @@ from ..part import whole_shape
     "get_names get_itemsize get_output_nr get__version get__backward_hooks "
     "is_floating_point is_complex is_tensor is_contiguous is_conj is_neg is_inference element_size "
     "requires_grad_ set_requires_grad register_hook __hash__ stride can_cast result_type "
-    "new_zeros new_ones new_full new_empty new_tensor"
+    "new_zeros new_ones new_full new_empty new_tensor",
+    uneven=True,
 )
 def same_for_parts(call: FunctionCall) -> Plan:
     """Run on the part: the result does not depend on the tokens."""
     return Plan()
 
 
-@rule("get_shape size")
+@rule("get_shape size", uneven=True)
 def shape(call: FunctionCall) -> Plan:
     sizes = torch.Size(whole_shape(call.input))
     dim = call.get(1, "dim")
@@ -31,7 +32,7 @@ def shape(call: FunctionCall) -> Plan:
     return Plan(run=lambda *_, **__: result)
 
 
-@rule("numel nelement __len__")
+@rule("numel nelement __len__", uneven=True)
 def count(call: FunctionCall) -> Plan:
     sizes = whole_shape(call.input)
     result = sizes[0] if call.name == "__len__" else prod(sizes)

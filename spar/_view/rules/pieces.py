@@ -17,7 +17,7 @@ from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
 
 
-@rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind")
+@rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind", uneven=True)
 def split(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     if part is None or x.dim() == 0:
@@ -28,6 +28,10 @@ def split(call: FunctionCall) -> Plan | None:
     sizes = _sizes(call, part.whole)
     if sizes is None or not part.is_plain:
         return None
+    local = _where_they_lie(part, sizes)
+    if local is not None:
+        counts = [piece.local for piece in local]
+        return Plan(tuple(local), run=lambda x, *_, **__: x.split(counts, dim))
     cuts, at = [], 0
     for size in sizes:
         found = _between(part, at, at + size)
@@ -39,6 +43,33 @@ def split(call: FunctionCall) -> Plan | None:
         tuple([piece for piece, _ in cuts]),
         run=lambda x, *_, **__: tuple([take(x) for _, take in cuts]),
     )
+
+
+def _where_they_lie(part: Part, sizes: list[int]) -> list[Part] | None:
+    """Return the parts of pieces whose tokens stay on their ranks; None if one lies in several sequences."""
+    found, at = [], 0
+    for size in sizes:
+        sequences, inside = part.between(at, at + size), _inside(part, at, at + size)
+        if sequences is not None:
+            found.append(part.of(part.lengths[slice(*sequences)]))
+        elif inside is not None:
+            found.append(part.of((inside,)))
+        else:
+            return None
+        at += size
+    return found
+
+
+def _inside(part: Part, start: int, stop: int) -> int | None:
+    """Return the length of a piece of one sequence, such that its tokens stay on their ranks."""
+    at = 0
+    for length in part.lengths if part.parts.state is None else ():  # a ring's runs are not in ranks' order
+        if at <= start and stop <= at + length:
+            runs = [part.parts.runs(length, rank) for rank in range(part.parts.world)]
+            ends = [(at + begin, at + begin + size) for each in runs for begin, size in each or [(0, 0)]]
+            return part.parts.length([max(0, min(stop, end) - max(start, begin)) for begin, end in ends])
+        at += length
+    return None
 
 
 Taken = tuple[Part, Callable[[Tensor], Tensor]]
@@ -75,7 +106,7 @@ def _cut(part: Part, first: int, end: int) -> tuple[int, int, Part]:
     )
 
 
-@rule("narrow")
+@rule("narrow", uneven=True)
 def narrow(call: FunctionCall) -> Plan | None:
     part = call.part
     if part is None:
@@ -92,7 +123,7 @@ def narrow(call: FunctionCall) -> Plan | None:
     return Plan(piece, run=lambda x, *_, **__: take(x))
 
 
-@rule("select")
+@rule("select", uneven=True)
 def select(call: FunctionCall) -> Plan | None:
     part = call.part
     if part is None:
@@ -161,12 +192,12 @@ def _sliced(part: Part, entry: slice) -> tuple[slice, Part] | None:
     return slice(begin, begin + size), piece
 
 
-@rule("__getitem__")
+@rule("__getitem__", uneven=True)
 def getitem(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     by_rows = index_of_rows(call.args[1])
     if by_rows is not None:
-        return rows(call, *by_rows)
+        return None if call.has_uneven else rows(call, *by_rows)
     if part is None:
         return None
     found = indexed(x, part, call.args[1])
@@ -220,7 +251,7 @@ def setitem(call: FunctionCall) -> Plan | None:
     return Plan(moves=moves, replaced=((1, index),))
 
 
-@rule("cat concat concatenate stack vstack row_stack")
+@rule("cat concat concatenate stack vstack row_stack", uneven=True)
 def join(call: FunctionCall) -> Plan | None:
     tensors = list(call.get(0, "tensors"))
     first = next(x for x in call.tensors if part_of(x) is not None)
@@ -242,6 +273,9 @@ def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan |
     """Join sequences: the parts of one rank lie one behind the other."""
     lengths: list[int] = []
     wanted = []
+    length = _joined(call, tensors)
+    if length is not None:
+        return Plan(call.parts.part(dim, (length,)))
     for x in tensors:
         part = part_of(x)
         if part is None:
@@ -250,9 +284,26 @@ def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan |
             part = call.parts.part(dim, (x.size(dim),))
         if part.dim != dim or not part.is_plain:
             return None
-        lengths += part.lengths
-        wanted.append((x, part))
+        lengths += part.even.lengths
+        wanted.append((x, part.even))
     return Plan(call.parts.part(dim, tuple(lengths)), moves_to(call, wanted))
+
+
+def _joined(call: FunctionCall, tensors: list[Tensor]) -> int | None:
+    """Return the length of pieces that lie one behind the other on the ranks, as they were cut; else None."""
+    parts = [part_of(x) for x in tensors]
+    if not call.has_uneven:
+        return None
+    total, last = [0] * call.parts.world, 0
+    for part in parts:
+        if part is None or not part.is_plain or len(part.lengths) != 1:
+            return None
+        holders = [rank for rank, size in enumerate(part.sizes) if size]
+        if holders and holders[0] < last:
+            return None
+        last = holders[-1] if holders else last
+        total = [a + b for a, b in zip(total, part.sizes, strict=True)]
+    return call.parts.length(total)
 
 
 @rule("roll")

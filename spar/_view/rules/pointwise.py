@@ -43,7 +43,7 @@ masked_fill_ copy_ lerp_ addcmul_ addcdiv_ logical_and_ logical_or_ eq_ ne_ lt_ 
 """
 
 
-@rule(_CONVERSIONS)
+@rule(_CONVERSIONS, uneven=True)
 def conversion(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     if part is None:  # .to(other), of which other alone is a part

@@ -49,7 +49,7 @@ def _inferred(sizes: list[int], count: int) -> list[int]:
     return sizes
 
 
-@rule("view reshape view_as reshape_as flatten unflatten ravel")
+@rule("view reshape view_as reshape_as flatten unflatten ravel", uneven=True)
 def reshape(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     if part is None:
@@ -108,7 +108,10 @@ def _to(sizes: list[int], name: str) -> Any:
     return lambda x, *_, **__: x.view(sizes)
 
 
-@rule("transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint")
+@rule(
+    "transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint",
+    uneven=True,
+)
 def reordered(call: FunctionCall) -> Plan | None:
     """Find where the dim of tokens goes by a tensor without elements, whose sizes name its dims."""
     x, part = call.input, call.part
@@ -124,7 +127,7 @@ def _but_input(call: FunctionCall) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name not in ("input", "self")}
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", uneven=True)
 def unsqueeze(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     if part is None:
@@ -133,7 +136,7 @@ def unsqueeze(call: FunctionCall) -> Plan | None:
     return Plan(part.at(part.dim + (dim <= part.dim)))
 
 
-@rule("squeeze")
+@rule("squeeze", uneven=True)
 def squeeze(call: FunctionCall) -> Plan | None:
     """Drop dims of size 1 of the whole: a dim of tokens may have size 1 on this rank alone."""
     x, part = call.input, call.part
@@ -149,7 +152,7 @@ def squeeze(call: FunctionCall) -> Plan | None:
     )
 
 
-@rule("expand expand_as broadcast_to")
+@rule("expand expand_as broadcast_to", uneven=True)
 def expand(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     sizes = whole_shape(call.get(1, "other")) if call.name == "expand_as" else call.sizes(1, "size", "shape")
@@ -162,7 +165,7 @@ def expand(call: FunctionCall) -> Plan | None:
     return Plan(part.at(dim), run=lambda x, *_, **__: x.expand(sizes))
 
 
-@rule("repeat tile")
+@rule("repeat tile", uneven=True)
 def repeat(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
     times = call.sizes(1, "repeats", "dims")
@@ -175,7 +178,7 @@ def repeat(call: FunctionCall) -> Plan | None:
     return Plan(part.at(dim).repeated(times[dim], 1))
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", uneven=True)
 def repeat_interleave(call: FunctionCall) -> Plan | None:
     part, times, dim = call.part, call.get(1, "repeats"), call.get(2, "dim")
     if part is None or not isinstance(times, int) or dim is None:
