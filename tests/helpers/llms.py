@@ -63,10 +63,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Granite": {},
     "Llama4": {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4},
     "Mixtral": {"num_local_experts": 4},
+    "Nemotron": {"initializer_range": 0.1},  # its attention and StableLM's receive a mask and no layout
     "Olmo3": {"sliding_window": 9},
     "Phi3": {},
     "Qwen2": {},
     "SmolLM3": {},
+    "StableLm": {},
 }
 
 

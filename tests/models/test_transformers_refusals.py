@@ -16,6 +16,7 @@ POOL = (2,)
 WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = WITHOUT_DROPOUT | {"is_decoder": True}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0}
 POOLS = "its head pools the tokens of a sequence"
 OWN_ATTENTION = "do not call the attention that set_attn_implementation sets"
 OWN_MASK = "builds attention masks by its own code"
@@ -36,8 +37,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "LayoutLMForTokenClassification": (WITHOUT_DROPOUT, OWN_MASK),
     "MarkupLMForTokenClassification": (WITHOUT_DROPOUT | {"max_depth": 2}, OWN_MASK),
     "DogeForCausalLM": ({}, r"self_attn builds masks itself \(prepare_dynamic_mask\)"),
-    "NemotronForCausalLM": ({}, "NemotronDecoderLayer does not pass on keyword arguments to self_attn"),
-    "StableLmForCausalLM": ({}, "StableLmDecoderLayer does not pass on keyword arguments to self_attn"),
     "FalconForCausalLM": ({"alibi": False}, OWN_ATTENTION),
     "BloomForCausalLM": ({}, OWN_ATTENTION),
     "BigBirdForCausalLM": (BERT, OWN_ATTENTION),
@@ -66,6 +65,42 @@ def check_positions(rank: int, world: int, group: llms.Group) -> None:
 
 def test_passed_positions_are_exact(pool: Ranks) -> None:
     pool(2, check_positions)
+
+
+def check_positions_of_masks(rank: int, world: int, group: llms.Group) -> None:
+    """OPT counts tokens that are not padding, BioGPT all: without padding alone are both 0, 1, .."""
+    padding = left_padded()
+    counted = padding["attention_mask"].cumsum(1) * padding["attention_mask"] - 1
+    plain = torch.arange(37).expand(2, -1)
+    for name, config, positions in (("OPT", OPT, counted), ("BioGpt", WITHOUT_DROPOUT, plain)):
+        make = maker(name, **config)
+        for batch in (whole(), whole() | {"attention_mask": torch.ones(2, 37, dtype=torch.int64)}):
+            check_exact(make, batch, group)
+        for method in ("ulysses", "ring", "gather"):
+            check_exact(make, padding | {"position_ids": positions}, group, method=method)
+        with pytest.raises(ValueError, match="may derive positions from the attention mask, and the batch"):
+            sharding(group)(make(), padding)
+
+
+def test_positions_of_masks(pool: Ranks) -> None:
+    pool(2, check_positions_of_masks)
+
+
+def check_bare_layers(rank: int, world: int, group: llms.Group) -> None:
+    """Attention that receives neither the layout nor a mask, with which it would arrive."""
+    kind = type(maker("StableLm")().model.layers[0])
+    with pytest.MonkeyPatch.context() as patch:
+        found = "spar.integrations._transformers.sources.mixing_children"
+        patch.setattr(found, lambda parent: {"self_attn": frozenset({"past_key_values"})})
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} passes self_attn no keyword arguments and no"
+        ) as caught:
+            sharding(group)(maker("StableLm")(), whole())
+    assert "Pass whole=['model.layers.*.self_attn']" in str(caught.value)
+
+
+def test_attention_without_arguments_and_mask(pool: Ranks) -> None:
+    pool(2, check_bare_layers)
 
 
 def check_documents(rank: int, world: int, group: llms.Group) -> None:

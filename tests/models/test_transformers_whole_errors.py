@@ -326,7 +326,6 @@ def check_refusals(rank: int, world: int, group: Group) -> None:
         ("zaya", ["model.layers.*.self_attn"]),
         ("qwen4_exp", ["model.layers.*.self_attn"]),
         ("deepseek_v32", ["model.layers.*.self_attn"]),
-        ("nemotron", ["model.layers.*.self_attn"]),
         ("doge", ["model.layers.*.self_attn"]),
     ):
         model = maker(name)()

@@ -12,6 +12,7 @@ from ..._attention.spans import Spans
 from ...sequence_layout import SequenceLayout
 from .masks import longest_run
 from .router import Routed
+from .tokens import Carried
 
 _REFUSED = {  # keywords of other attentions, with what they are
     "position_bias": "a position bias",
@@ -29,7 +30,7 @@ NO_LAYOUT = (
     "the model does not pass keyword arguments on to this layer, and cannot run over a sharded sequence. "
     + _WHOLE
 )
-Mask = torch.Tensor | Spans | Routed | None
+Mask = torch.Tensor | Spans | Routed | Carried | None
 registered: set[str] = set()  # the names of attention_forward in transformers
 
 
@@ -57,7 +58,7 @@ def attention_forward(
         query: `[B, H, S_local, D]`.
         key, value: `[B, K, S_local, D]`.
         attention_mask: over the whole sequence: Spans, or `[B, 1, S, S]`; None is causal.
-        layout, method: from `shard`.
+        layout, method: from `shard`; those of the mask, where it carries them.
         softcap: what limits the scores.
         s_aux, sinks: `[H]`, the scores of attention sinks: transformers' models have two names for them.
 
@@ -68,6 +69,9 @@ def attention_forward(
         ValueError: there is no layout, or the layer needs what spar.attention does not compute.
     """
     caller = f"attention of {type(module).__name__}"
+    mask: Any = attention_mask.mask if isinstance(attention_mask, Routed) else attention_mask
+    if isinstance(mask, Carried):
+        mask, layout, method = mask.mask, mask.tokens.layout, mask.method
     if layout is None:
         raise ValueError(NO_LAYOUT.format(caller))
     for name, feature in _REFUSED.items():
@@ -77,7 +81,6 @@ def attention_forward(
         raise ValueError(f"{caller}: {_CACHE.format(key.size(2), query.size(2))}")
     if kwargs.get("output_attentions"):
         raise ValueError(f"{caller}: output_attentions is True; spar.attention has no weights to return")
-    mask = attention_mask.mask if isinstance(attention_mask, Routed) else attention_mask
     if mask is None and sliding_window is not None and longest_run(layout) > sliding_window:
         raise ValueError(
             f"{caller}: sliding_window is {sliding_window} and there is no mask for {layout}; pass the batch "
@@ -104,7 +107,7 @@ def attention_forward(
 
 def mask_in_forward(*, q_length: int, kv_length: int, attention_mask: Any = None, **_: Any) -> Any:
     """Return the mask that `shard` has built, or none. Refuse the caller's."""
-    if isinstance(attention_mask, (Spans, Routed)):
+    if isinstance(attention_mask, (Spans, Routed, Carried)):
         return attention_mask
     if attention_mask is not None:
         raise ValueError(

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._attention.spans import Spans
 from ...ops.fragments import Lengths
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
 from .scans import ALLOWED, CONVOLUTIONS, LIGHTNING, SCANS, SERVED, lightning
-from .sources import drops_arguments, functions_of, has_attention, names_of
-from .tokens import Tokens
+from .sources import drops_arguments, functions_of, has_attention, masks_of_forward, names_of
+from .tokens import Carried, Tokens
 
 # kinds of layers, in config.layer_types and as keys of masks, whose masks are [B, S] of padding
 RECURRENT = ("linear_attention", "conv")
@@ -142,19 +143,25 @@ def mask_kinds(config: Any) -> list[str]:
     return sorted({key for kind in kinds for key in _BY_KIND.get(kind, (kind,))})
 
 
-# ---- the layout's way to the functions ----
+def accepted(model: Any, config: Any, masks: Any, around: Callable[[Any], Any]) -> Any:
+    """Return masks as a model accepts them: one, or a dict with one for each kind of layer.
 
-
-class Carried:
-    """A mask that also has the layout, for layers to which a model passes no arguments but their mask.
-
-    Such are those of Mamba 1 and 2, Falcon-Mamba, Jamba and Zamba. The mask reaches them in any case, also
-    when gradient checkpointing calls a layer once more during backward; a hook takes it apart there.
+    around: returns what a mask of attention is to be passed as.
     """
+    kinds = mask_kinds(config) if masks_of_forward(model).by_kind else None
+    if isinstance(masks, dict):
+        if all(mask is None for mask in masks.values()):
+            masks = None
+        elif len(masks) == 1 and not kinds:
+            (masks,) = masks.values()
+    if kinds and (isinstance(masks, Spans) or (masks is None and around(None) is not None)):
+        masks = {kind: None if kind in RECURRENT else masks for kind in kinds}
+    if isinstance(masks, dict):
+        return {kind: mask if kind in RECURRENT else around(mask) for kind, mask in masks.items()}
+    return around(masks)
 
-    def __init__(self, mask: Tensor | None, tokens: Tokens) -> None:
-        self.mask = mask
-        self.tokens = tokens
+
+# ---- the layout's way to the functions ----
 
 
 def carries(model: torch.nn.Module, mixers: list[Mixer]) -> bool:

@@ -24,7 +24,14 @@ from .mixers import (
     why_refused,
 )
 from .router import has_other_router_loss, has_router_loss, sum_router_loss
-from .sources import drops_arguments, has_attention, is_attention, mask_builder, masks_of_forward
+from .sources import (
+    bare_attention,
+    has_attention,
+    is_attention,
+    mask_builder,
+    masks_of_forward,
+    takes_mask,
+)
 from .whole import hint, inside, layers_of, left_over
 
 _LAYERS = {"full_attention", *WINDOWS, *KINDS, *WITHOUT_TOKENS}
@@ -50,6 +57,7 @@ def checked_config(
     longest: int,
     learns: bool,
     positions: bool,
+    padded: bool,
     documents: bool,
     whole: dict[str, torch.nn.Module],
 ) -> Any:
@@ -60,6 +68,7 @@ def checked_config(
         longest: the highest position, plus one.
         learns: whether there are labels.
         positions: whether the batch has position_ids.
+        padded: whether it has a mask that is not of ones alone.
         documents: whether position_ids separate packed documents.
         whole: the modules that run on the whole sequence on each rank, by their paths.
 
@@ -82,7 +91,7 @@ def checked_config(
         raise _refused(model, why)
     _check_masks(model, config, documents)
     if not positions:
-        _check_positions(model)
+        _check_positions(model, padded)
     if config._attn_implementation not in registered and has_attention(model):
         raise ValueError(
             f"shard: {type(model).__name__} uses the attention {config._attn_implementation!r}; call "
@@ -171,15 +180,16 @@ def _check_modules(model: torch.nn.Module, mixers: list[Mixer], whole: frozenset
             raise _refused(
                 model, f"{path} is a {kind}, which mixes tokens outside of attention" + hint([parent])
             )
-        if isinstance(module, torch.nn.Embedding) and _takes_mask(module):
+        if takes_mask(module) and "position_ids" not in inspect.signature(module.forward).parameters:
             raise _refused(model, f"{path} derives positions from the attention mask")
         if is_attention(module) and (builder := mask_builder(module)):
             why = f"{path} builds masks itself ({builder}), of the tokens that a rank has"
             raise _refused(model, why + hint([path]))
-        for name, child in module.named_children():
-            if is_attention(child) and child not in whole and drops_arguments(module, name):
-                why = f"{type(module).__name__} does not pass on keyword arguments to {name}"
-                raise _refused(model, f"{why}, such as the layout" + hint([f"{path}.{name}"]))
+    for bare in bare_attention(model, whole):
+        if not bare.has_mask:  # which would have the layout
+            kind, name = type(bare.parent).__name__, bare.path.rpartition(".")[2]
+            why = f"{kind} passes {name} no keyword arguments and no attention_mask, which have the layout"
+            raise _refused(model, why + hint([bare.path]))
 
 
 def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
@@ -220,19 +230,21 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         )
 
 
-def _check_positions(model: torch.nn.Module) -> None:
+def _check_positions(model: torch.nn.Module, padded: bool) -> None:
     """Refuse a model that derives positions from the tokens that it receives: not 0, 1, .."""
     for path, module in model.named_modules():
+        if padded and takes_mask(module):
+            raise _refused(
+                model,
+                f"{path} may derive positions from the attention mask, and the batch has one. Pass "
+                "position_ids of the whole sequence too, those of the model in one process",
+            )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise _refused(
                 model,
                 f"{path} derives positions from input_ids, as RoBERTa does, whose positions begin at "
                 "pad_token_id + 1. Pass position_ids of the whole sequence",
             )
-
-
-def _takes_mask(module: torch.nn.Module) -> bool:
-    return "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def _check_rope(model: Any, config: Any, longest: int) -> None:

@@ -21,12 +21,12 @@ from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
 from . import heads
 from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
-from .mixers import RECURRENT, Mixer, carries, mask_kinds, mixers_of, with_layout
+from .mixers import Mixer, accepted, carries, mask_kinds, mixers_of, with_layout
 from .models import checked_config, has_dropout, unknown_kinds
 from .router import Routed, Router, has_router_loss
 from .scans import BY_HEADS_ALONE
-from .sources import has_attention, masks_of_forward
-from .tokens import SCAN_CHOICES, Tokens
+from .sources import has_attention, masks_of_forward, needs_mask
+from .tokens import SCAN_CHOICES, Carried, Tokens
 from .whole import check_router, inside, install, modules_of
 
 NAME = "transformers.shard"
@@ -85,7 +85,8 @@ class Sharding:
         given = batch.get("position_ids") is not None
         whole = modules_of(self.model, patterns)
         longest = int(positions.max()) + 1
-        config = checked_config(self.model, longest, learns, given, documents is not None, whole)
+        padded = _has_padding(batch.get("attention_mask"))
+        config = checked_config(self.model, longest, learns, given, padded, documents is not None, whole)
         covered = inside(whole)
         mixers = [mixer for mixer in mixers_of(self.model) if mixer.module not in covered]
         self.check_scan(scan, mixers)
@@ -115,13 +116,22 @@ class Sharding:
                 scale = "down" if batch[name].requires_grad else None
                 part[name] = layout.shard(batch[name], 1, scale).contiguous()
         part["position_ids"] = layout.shard(positions, 1).contiguous()
-        # a caller who passes one of these besides is told by Python
-        passed = self.passed(config, masks, (tokens.size(0), 1, total, total), router)
         apart = None if documents is None or layout.is_packed else lengths_by_sample(documents)
         scan = self.default_scan(mixers, tokens.device) if scan is None else scan
+        own = Tokens(layout, apart, scan)
+
+        def around(mask: Any) -> Any:
+            """Return a mask of attention with what the model passes on in no other way."""
+            shape = tokens.size(0), 1, total, total
+            if needs_mask(self.model, covered):
+                mask = Carried(mask, own, method, shape)
+            return mask if router is None else Routed(mask, shape, router)
+
+        # a caller who passes one of these besides is told by Python
+        passed = accepted(self.model, config, masks, around)
         if carries(self.model, mixers):
             kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
-            passed = with_layout(passed, kinds, Tokens(layout, apart, scan))
+            passed = with_layout(passed, kinds, own)
         elif mixers:
             others = {"documents": apart, "scan": scan}
             part |= {name: value for name, value in others.items() if value is not None}
@@ -298,25 +308,6 @@ class Sharding:
                 "layout", f"{layout}, without a token on rank {empty}", "at least one token on each rank"
             )
 
-    def passed(self, config: Any, masks: Any, shape: tuple[int, int, int, int], router: Router | None) -> Any:
-        """Return masks as the model accepts them: one, or a dict with one for each type of layer."""
-        types = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
-        if isinstance(masks, dict):
-            if all(mask is None for mask in masks.values()):
-                masks = None
-            elif len(masks) == 1 and not types:
-                (masks,) = masks.values()
-        if types and (isinstance(masks, Spans) or (masks is None and router is not None)):
-            masks = {kind: None if kind in RECURRENT else masks for kind in types}
-        if router is None:
-            return masks
-        if isinstance(masks, dict):
-            return {
-                kind: mask if kind in RECURRENT else Routed(mask, shape, router)
-                for kind, mask in masks.items()
-            }
-        return Routed(masks, shape, router)
-
     def own_padding(self, mask: torch.Tensor | Spans | None, layout: SequenceLayout) -> torch.Tensor | None:
         """Return this rank's part of the padding of a model without attention, which may ignore it."""
         if mask is None:
@@ -439,6 +430,11 @@ class Sharding:
             rank=self.place.rank,
             ranks=ranks,
         )
+
+
+def _has_padding(mask: Any) -> bool:
+    """Whether the mask of a batch is not of ones alone."""
+    return mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))
 
 
 def _generator(device: torch.device) -> torch.Tensor:

@@ -65,6 +65,45 @@ def _drops_arguments(kind: type, child: str) -> bool:
     return bool(calls) and not any(keyword.arg is None for call in calls for keyword in call.keywords)
 
 
+def takes_mask(module: torch.nn.Module) -> bool:
+    """Whether a module is an embedding of positions that may derive these from a mask."""
+    is_embedding = isinstance(module, torch.nn.Embedding)
+    return is_embedding and "attention_mask" in inspect.signature(module.forward).parameters
+
+
+class Bare(NamedTuple):
+    """An attention layer that the layer around it calls without its keyword arguments.
+
+    Attributes:
+        path: its path in the model.
+        parent: the layer around it.
+        has_mask: whether it receives a mask.
+    """
+
+    path: str
+    parent: torch.nn.Module
+    has_mask: bool
+
+
+def bare_attention(model: torch.nn.Module, whole: frozenset[torch.nn.Module]) -> list[Bare]:
+    """Return a model's attention layers that receive no layout, but for modules that run whole."""
+    return [
+        Bare(f"{path}.{name}", parent, "attention_mask" in mixing_children(parent).get(name, ()))
+        for path, parent in model.named_modules()
+        if parent not in whole
+        for name, child in parent.named_children()
+        if is_attention(child) and child not in whole and drops_arguments(parent, name)
+    ]
+
+
+def needs_mask(model: torch.nn.Module, whole: frozenset[torch.nn.Module]) -> bool:
+    """Whether a model needs a mask also where attention needs none.
+
+    Its attention finds the layout there, or else it makes a mask of ones for its embedding of positions.
+    """
+    return bool(bare_attention(model, whole)) or any(takes_mask(module) for module in model.modules())
+
+
 def mixing_children(module: torch.nn.Module) -> dict[str, frozenset[str]]:
     """Return the modules to which a layer passes a cache, a state or a mask, and the names that it passes."""
     kind: Any = type(module)

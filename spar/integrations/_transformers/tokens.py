@@ -150,3 +150,27 @@ class Tokens(NamedTuple):
         else:
             for row, lengths in zip(range(count), documents, strict=True):
                 yield slice(row, row + 1), lengths
+
+
+class Carried:
+    """A mask that also has the layout, for layers to which a model passes no arguments but their mask.
+
+    Such are those of Mamba 1 and 2, Falcon-Mamba, Jamba and Zamba, and attention of Nemotron and StableLM.
+    The mask reaches them in any case, also when gradient checkpointing calls a layer once more during
+    backward. A hook, or attention_forward, takes it apart there. To transformers it looks like a prepared
+    mask, so that a model that would make one of its shard (BioGPT) does not.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        mask: Any,
+        tokens: Tokens,
+        method: str | None = None,
+        shape: tuple[int, int, int, int] | None = None,
+    ) -> None:
+        self.mask = mask
+        self.tokens = tokens
+        self.method = method
+        self.shape = shape

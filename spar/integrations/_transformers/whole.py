@@ -20,8 +20,9 @@ from torch.nn import Module
 
 from ...sequence_layout import SequenceLayout
 from .attention import NO_LAYOUT, registered
-from .mixers import Carried, forget_tokens
+from .mixers import forget_tokens
 from .sources import has_attention, is_attention, mixing_children
+from .tokens import Carried
 from .whole_inputs import Site, gathered
 from .whole_outputs import own_parts
 from .whole_state import Carrying, enter, leave, state

@@ -19,8 +19,8 @@ from ..._exchange.arguments import Arguments
 from ...sequence_layout import SequenceLayout
 from .attention import registered
 from .masks import longest_run
-from .mixers import Carried
 from .router import Routed
+from .tokens import Carried
 
 _OF_SHARD = ("layout", "method", "documents", "labels", "shift_labels")  # one process passes none of them
 _POSITIONS = ("position_ids", "cache_position")  # [.., S_local]
@@ -150,7 +150,7 @@ class _Inputs:
 
     def mask(self, name: str, mask: Any, root: str) -> Any:
         """Return a mask as one process passes it."""
-        if isinstance(mask, (Routed, Carried)):
+        while isinstance(mask, (Routed, Carried)):
             mask = mask.mask
         if mask is None and root in _CAUSAL and self.site.has_attention:
             mask = self.causal(name)
