@@ -19,6 +19,7 @@ from .transformers_types import LENGTH, TASKS, types
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "build/models.json", ROOT / "docs/models.md"
 _Results = dict[str, dict[str, Outcome]]
+_Rows = dict[str, dict[str, list[str]]]
 
 _SHARE = -(-LENGTH // WORLD) / LENGTH
 HEAD = f"""# All models of transformers
@@ -57,10 +58,13 @@ def main() -> None:
     parser.add_argument("--failed", action="store_true", help="run again those that were not right")
     parser.add_argument("--page-only", action="store_true", help="write the page from the last results")
     arguments = parser.parse_args()
-    results = load()
+    rows, results = rows_of(PAGE.read_text()), load()
+    changed = results
     if not arguments.page_only:
-        run_all(results, [arguments.task] if arguments.task else [*TASKS], arguments.kinds, arguments.failed)
-    PAGE.write_text(page(results))
+        tasks = [arguments.task] if arguments.task else [*TASKS]
+        skipped = rows if arguments.failed else {}
+        changed = run_all(results, tasks, arguments.kinds, skipped)
+    PAGE.write_text(page(rows, changed))
     print(PAGE.relative_to(ROOT))
 
 
@@ -69,52 +73,79 @@ def load() -> _Results:
     return {task: {kind: Outcome(*each) for kind, each in known.get(task, {}).items()} for task in TASKS}
 
 
-def run_all(results: _Results, tasks: list[str], kinds: list[str], failed: bool) -> None:
+def run_all(results: _Results, tasks: list[str], kinds: list[str], skipped: _Rows) -> _Results:
+    """Run types but those of which skipped says right; add to the results, and return what is new."""
+    unknown = set(kinds) - {kind for task in tasks for kind in types(task)}
+    if unknown:
+        raise SystemExit(f"no type of transformers {transformers.__version__}: {', '.join(sorted(unknown))}")
+    changed: _Results = {task: {} for task in tasks}
     PRELOAD.append("helpers.transformers_runs")
     pool = Ranks((WORLD,))
     RESULTS.parent.mkdir(exist_ok=True)
     try:
         for task in tasks:
             for kind in [kind for kind in types(task) if not kinds or kind in kinds]:
-                if failed and kind in results[task] and results[task][kind].result == "right":
+                if skipped.get(task, {}).get(kind, [""] * 2)[1] == "right":
                     continue
                 start = time.monotonic()
-                outcome = results[task][kind] = run_type(pool, task, kind)
+                outcome = results[task][kind] = changed[task][kind] = run_type(pool, task, kind)
                 seconds = time.monotonic() - start
                 told = f"{outcome.result} {outcome.error:.0e} share {outcome.share:.2f} {seconds:.1f} s"
                 print(f"{task} {kind}: {told} {_line(outcome.note)}", flush=True)
                 RESULTS.write_text(json.dumps(results, indent=1))
     finally:
         pool.stop()
+    return changed
 
 
-def page(results: _Results) -> str:
-    rows = ["| task | types | right | refused | wrong | crash | one process fails |", f"|{'---|' * 7}"]
+def rows_of(text: str) -> _Rows:
+    """Return the rows of a page, by task and type, as cells."""
+    found: _Rows = {}
     for task, (title, _) in TASKS.items():
-        count = Counter(each.result for each in results[task].values())
-        cells = [count[name] for name in ("right", "refused", "wrong", "crash", "none")]
+        section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        lines = [line for line in section.splitlines() if line.startswith("| ")][2:]
+        cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+        found[task] = {row[0]: row for row in cells}
+    return found
+
+
+def page(rows: _Rows, results: _Results) -> str:
+    """Return the page of these results; types that have none keep their rows."""
+    rows = {
+        task: {
+            kind: row
+            for kind, row in (rows[task] | _rows(task, results.get(task, {}))).items()
+            if kind in types(task)
+        }
+        for task in TASKS
+    }
+    head = ["| task | types | right | refused | wrong | crash | one process fails |", f"|{'---|' * 7}"]
+    for task, (title, _) in TASKS.items():
+        count = Counter(row[1].partition(":")[0] for row in rows[task].values())
+        counts = [count[name] for name in ("right", "refused", "wrong", "crash", "one process fails")]
         anchor = re.sub("[^a-z]+", "-", title.lower())
-        rows.append(f"| [{title}](#{anchor}) | {len(results[task])} | " + " | ".join(map(str, cells)) + " |")
-    causal = results["causal"].values()
-    accepted = sum(each.accepted == "yes" for each in causal)
-    text = HEAD + "\n".join(rows) + "\n" + NOTES
+        head.append(f"| [{title}](#{anchor}) | {len(rows[task])} | " + " | ".join(map(str, counts)) + " |")
+    causal = rows["causal"].values()
+    accepted = sum(row[-1] == "yes" for row in causal)
+    text = HEAD + "\n".join(head) + "\n" + NOTES
     text += f"\nOf {len(causal)} causal types, {accepted} run by `shard`, too.\n"
     for task, (title, _) in TASKS.items():
-        text += f"\n## {title}\n\n" + table(results[task], task == "causal")
+        columns = ["type", "result", "share", "whole in blocks", *(["shard"] if task == "causal" else [])]
+        lines = [columns, ["---"] * len(columns), *(row for _, row in sorted(rows[task].items()))]
+        text += f"\n## {title}\n\n" + "".join("| " + " | ".join(row) + " |\n" for row in lines)
     return text
 
 
-def table(outcomes: dict[str, Outcome], has_shard: bool) -> str:
-    head = ["type", "result", "share", "whole in blocks", *(["shard"] if has_shard else [])]
-    rows = [head, ["---"] * len(head)]
-    for kind, each in sorted(outcomes.items()):
+def _rows(task: str, outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
+    rows = {}
+    for kind, each in outcomes.items():
         if each.result == "right":
             cells = [kind, "right", f"{each.share:.2f}", functions(each.whole)]
         else:
             what = "one process fails" if each.result == "none" else each.result
             cells = [kind, f"{what}: {_line(each.note)}".replace("|", "/"), "-", ""]
-        rows.append(cells + ([_shard(each)] if has_shard else []))
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+        rows[kind] = cells + ([_shard(each)] if task == "causal" else [])
+    return rows
 
 
 def functions(whole: tuple[str, ...]) -> str:

@@ -2,8 +2,9 @@
 """A small model, and a batch, of each type in transformers' registries of language models.
 
 `python -m helpers.transformers_types` from tests/, or `make models-table`, compares each on 2 ranks with
-one process, and writes docs/models.md. build/models.json keeps the results: `--task causal llama gpt2` runs
-these types again, `--failed` those that were not right. All take about 15 minutes on 2 cores.
+one process, and writes docs/models.md. `--task causal llama gpt2` runs these types alone, `--failed` those
+that are not right on that page; the page keeps the rows of others. build/models.json has the errors and
+lines in full. All take about 15 minutes on 2 cores.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from conftest import Ranks
 from helpers.transformers_runs import TOLERANCE, WORLD, Outcome, compare
-from helpers.transformers_table import PAGE
+from helpers.transformers_table import PAGE, page, rows_of
 from helpers.transformers_types import TASKS, types
 
 PRELOAD = ["helpers.transformers_runs"]
@@ -41,6 +41,15 @@ def test_types_are_right(ranks: Ranks, task: str, kind: str) -> None:
     for outcome in outcomes:
         assert outcome.result == "right" and outcome.error <= TOLERANCE, outcome
     assert outcomes[0].share < 0.9, outcomes[0]
+
+
+def test_types_that_do_not_run_keep_their_rows() -> None:
+    text, at = PAGE.read_text(), "| llama | right | 0.52 |  | yes |"
+    rows = rows_of(text)
+    assert page(rows, {}) == text
+    run = {"causal": {"llama": Outcome("wrong", "loss 1e-02")}}
+    expected = text.replace(at, "| llama | wrong: loss 1e-02 | - |  |  |", 1)
+    assert page(rows, run).splitlines()[50:] == expected.splitlines()[50:] and at in text
 
 
 def test_page_has_each_type_and_no_wrong_one() -> None:
