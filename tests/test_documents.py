@@ -71,12 +71,31 @@ def test_contributing_lists_all_make_targets() -> None:
 
 def test_files_to_add_something_exist() -> None:
     sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n### ")
-    for title in ("A layout", "An operation", "A transport"):
+    for title in ("A layout", "An operation", "A transport", "A model of transformers or diffusers"):
         (section,) = (text for text in sections if text.startswith(f"{title}\n"))
-        files = re.findall(r"^\| `(.+?)` \|", section, re.M)
+        files = [name for row in re.findall(r"^\| (`[^|]+`) \|", section, re.M) for name in row.split(", ")]
         assert len(files) >= 8, title
         for name in files:  # NAME stands for what is added
-            assert (ROOT / name).exists() or ((ROOT / name).parent.is_dir() and "NAME" in name), name
+            assert exists(ROOT / name.strip("`")), name
+
+
+def exists(path: Path) -> bool:
+    """Whether a file exists; a name in capitals stands for one that is to be added beside others."""
+    return path.exists() or (path.parent.is_dir() and path.stem in ("NAME", "FAMILY"))
+
+
+def test_paths_in_contributing_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = {path.name for source in SOURCES for path in (ROOT / source).rglob("*")}
+    found = set(re.findall(r"`([\w.*/-]+)`", text)) | set(re.findall(r"\]\(([^#:)]+)[#)]", text))
+    paths = {name for name in found if "/" in name and (ROOT / name.split("/")[0]).exists()}
+    paths = {name for name in paths if not name.startswith(("build/", "dist/", ".venv/"))}
+    assert len(paths) >= 60
+    for name in sorted(paths):
+        assert exists(ROOT / name) or any(ROOT.glob(name)), name
+    files = {name for name in found - paths if re.fullmatch(r"[a-z]\w*\.(py|[ch]|def|txt)", name)}
+    assert len(files) >= 8
+    assert files <= names | {path.name for path in ROOT.iterdir()}, files - names
 
 
 def test_tests_list_no_transports() -> None:
