@@ -15,16 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
 from helpers import view_cases
-from helpers.view_cases import PAIRS, Inputs, compare, functions
+from helpers.view_cases import PAIRS, Inputs, compare, functions, viewed
 from helpers.view_programs import program
 from test_faults import finish, start
 from torch import Tensor
 
 from spar._group.registry import place_of
-from spar._view import moving, view
+from spar._view import view
 from spar._view.outside import intercepted
 from spar._view.part import Parts, mark, part_of
-from spar._view.rules import attention
 from spar._view.view import View
 from spar.parallel_state import init_parallel_state
 
@@ -100,15 +99,6 @@ def test_hybrid_layouts_are_exact(tmp_path: Path) -> None:
 
 
 # ---- what is refused ----
-
-
-def viewed(group: Group, run: Callable[[View, Tensor], Any], strict: bool = False) -> Any:
-    """Run a function of a view and a part of [2, 12, 6]."""
-    place = place_of(group)
-    view = View(Parts(group, place.world, place.rank), strict)
-    x = view.shard(Inputs(1).x, view.parts.part(1, (12,)))
-    with intercepted(view), view.forward():
-        return run(view, x)
 
 
 def check_refusals(rank: int, world: int, group: Group) -> None:
@@ -225,6 +215,27 @@ def test_plans_are_made_once(ranks: Ranks) -> None:
     ranks(2, check_plans)
 
 
+def check_dropout(rank: int, world: int, group: Group) -> None:
+    """Calls that drop nothing are known, others compare the ranks' generators first."""
+
+    def run(view: View, x: Tensor) -> list[int]:
+        view.recording = False
+        counts = []
+        for p, training in ((0.0, True), (0.5, False), (0.5, True)):
+            torch.dropout(x, p, training)
+            with mock.patch.object(View, "_call", autospec=True, side_effect=View._call) as asked:
+                torch.dropout(x, p, training)
+            counts.append(asked.call_count)
+        return counts
+
+    torch.manual_seed(1)
+    assert viewed(group, run) == [0, 0, 1]
+
+
+def test_dropout_that_drops_nothing_is_known(ranks: Ranks) -> None:
+    ranks(2, check_dropout)
+
+
 BY_TENSORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "slice": lambda x, n: x[:, :n].sum(1),
     "slice and index": lambda x, n: x[:, n:, 0].sum(1),
@@ -261,49 +272,6 @@ def check_sizes_that_are_tensors(rank: int, world: int, group: Group) -> None:
 
 def test_sizes_that_are_tensors_are_read_in_each_call(ranks: Ranks) -> None:
     ranks(2, check_sizes_that_are_tensors)
-
-
-def check_pieces(rank: int, world: int, group: Group) -> None:
-    """Attend within windows, as the vision models of transformers do: one that ranks share is exchanged."""
-
-    def windows(view: View, x: Tensor, sizes: list[int]) -> Tensor:
-        pieces = x.split(sizes, 1)
-        return torch.cat([F.scaled_dot_product_attention(piece, piece, piece) for piece in pieces], 1)
-
-    whole = Inputs(1).x
-    for sizes, count in (([3, 3, 3, 3], 0), ([6, 6], 0), ([2, 0, 1, 3, 6], 0), ([5, 7], 1), ([5, 2, 5], 1)):
-        with (
-            mock.patch.object(moving, "gather_pieces", side_effect=AssertionError),
-            mock.patch.object(attention, "attention", wraps=attention.attention) as exchanged,
-        ):
-            found = viewed(group, lambda view, x, sizes=sizes: windows(view, x, sizes))
-        assert exchanged.call_count == count, sizes
-        part = part_of(found)
-        assert part is not None and part.lengths == (12,) and not part.is_uneven
-        expected = windows(None, whole, sizes)  # type: ignore[arg-type] # it needs none
-        torch.testing.assert_close(part.parts.gather(found), expected)
-
-
-def test_a_piece_on_one_rank_exchanges_nothing(ranks: Ranks) -> None:
-    ranks(2, check_pieces)
-
-
-def check_uneven_pieces(rank: int, world: int, group: Group) -> None:
-    """Move a piece once to an even part, where something else than attention computes with it."""
-
-    def run(view: View, x: Tensor) -> None:
-        first, rest = x.split([2, 10], 1)
-        assert [part_of(y).is_uneven for y in (first, rest)] == [True, True]  # type: ignore[union-attr]
-        assert part_of(rest * 2) is view.parts.part(1, (10,))
-        assert part_of(first + 1) is view.parts.part(1, (2,))
-        assert part_of(x.split([1, 11], 1)[0] + 1) is None  # fewer tokens than ranks are whole
-        assert not view.report.functions
-
-    viewed(group, run)
-
-
-def test_uneven_pieces_become_even(ranks: Ranks) -> None:
-    ranks(2, check_uneven_pieces)
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:

@@ -74,13 +74,23 @@ static int replace(PyObject *pairs, PyObject **args, PyObject **kwargs)
     return 0;
 }
 
+static int set_shard(const spar_view_uses *uses, PyObject *x, PyObject *shard)
+{
+    if (!spar_py_is_tensor(uses, x))
+        return PyObject_SetAttr(x, uses->shard, shard);
+    PyObject *attributes = PyObject_GenericGetDict(x, NULL);
+    int failed = attributes ? PyDict_SetItem(attributes, uses->shard, shard) : -1;
+    Py_XDECREF(attributes);
+    return failed;
+}
+
 /* Says what a result is: `result` is its shard, a list of those of several, or None if all are whole. */
 static int mark(const spar_view_uses *uses, PyObject *out, PyObject *result)
 {
     if (result == Py_None)
         return 0;
     if (!PyList_Check(result))
-        return PyObject_SetAttr(out, uses->shard, result);
+        return set_shard(uses, out, result);
     Py_ssize_t count = PyList_Size(result);
     if (spar_sequence_size(out) != count) {
         PyErr_Format(PyExc_ValueError, "%zd results, where equal calls had %zd", spar_sequence_size(out),
@@ -88,7 +98,7 @@ static int mark(const spar_view_uses *uses, PyObject *out, PyObject *result)
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++)
-        if (PyObject_SetAttr(spar_sequence_item(out, i), uses->shard, PyList_GetItem(result, i)) < 0)
+        if (set_shard(uses, spar_sequence_item(out, i), PyList_GetItem(result, i)) < 0)
             return -1;
     return 0;
 }

@@ -22,6 +22,9 @@ typedef struct {
 /* NULL and an exception before spar_py_use_view. */
 const spar_view_uses *spar_py_view_uses(void);
 
+/* Whether x is a tensor of torch's own types, whose attributes are in its dict. */
+int spar_py_is_tensor(const spar_view_uses *uses, PyObject *x);
+
 PyObject *spar_py_use_view(PyObject *module, PyObject *args);
 extern const char spar_py_use_view_doc[];
 

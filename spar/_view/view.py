@@ -125,8 +125,9 @@ class View(Mode, TorchFunctionMode):
             )
         if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
             raise self.error(function.name, "is in a torch.func transform of a part", "gather it first")
-        if function.may_draw:
-            self._compare_generators(function, func, args, kwargs)
+        is_drawn = function.may_draw and draws(FunctionCall(self.parts, function.name, func, args, kwargs))
+        if is_drawn:
+            self._compare_generators()
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
@@ -148,7 +149,7 @@ class View(Mode, TorchFunctionMode):
             step.result = step.find_result(out)
             step.copies = _are_copies(function.name, args, base, out, bool(plan.moves))
             step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in _MAY_SHARE
-            if key is not None and not (plan.moves or function.is_inplace or function.may_draw):
+            if key is not None and not (plan.moves or function.is_inplace or is_drawn):
                 rest = step if step.copies or step.may_copy else None
                 self._remember(key, step.run, plan.replaced, step.result, rest)
         mark_results(out, step.result)
@@ -339,9 +340,9 @@ class View(Mode, TorchFunctionMode):
 
     # ---- random numbers ----
 
-    def _compare_generators(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _compare_generators(self) -> None:
         """Compare the ranks' generators where a forward first draws numbers."""
-        if not self._compared and draws(FunctionCall(self.parts, function.name, func, args, kwargs)):
+        if not self._compared:
             self._compared = True
             same_generators(self.parts)
 
