@@ -38,6 +38,7 @@ from helpers.fault_cases import (
     gather,
     odd_of,
 )
+from helpers.shared_gloo import shared
 from helpers.workers import machine
 from test_faults import finish, start
 
@@ -79,7 +80,7 @@ def run_fault(fault: Fault, rank: int, world: int, scene: Scene) -> dict[str, An
     result["named"] = spar.transport(group).name
     assert gather(torch.full((1,), 1.0 + rank), None, 0).sum() == world * (world + 1) / 2
     spar.close(group)
-    if fault.usable:  # gloo's thread for each group wakes up 100 times a second
+    if fault.usable:
         dist.destroy_process_group(group)
     return result
 
@@ -93,6 +94,8 @@ def make_scene(rank: int, world: int) -> Scene:
 
 def run_faults(rank: int, folder: Path, world: int, transport: str) -> None:
     """Run all faults that leave the processes alive."""
+    # The groups of faults stay: a thread of each would poll until the last fault.
+    dist.distributed_c10d.ProcessGroupGloo = shared(dist.ProcessGroupGloo)
     scene = make_scene(rank, world)
     faults = {name: fault for name, fault in FAULTS.items() if name not in INSTEAD[transport]}
     report = {name: run_fault(fault, rank, world, scene) for name, fault in faults.items()}
