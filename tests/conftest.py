@@ -86,6 +86,10 @@ TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" el
 
 
 def pytest_configure() -> None:
+    import torch
+
+    # More are slower with small tensors, and spin on the cores of other workers while one waits for another.
+    torch.set_num_threads(1)
     workers.folder()  # workers and ranks inherit it
 
 
@@ -318,17 +322,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
     pool.transport = request.param
     return pool
-
-
-@pytest.fixture(scope="module")
-def one_thread_for_torch() -> Iterator[None]:
-    """Use one torch thread: with many small tensors, more threads are slower."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["ordinary", "nontemporal"])

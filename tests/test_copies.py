@@ -15,7 +15,7 @@ from helpers.tables import Cut, Move, by_rule
 
 from spar._exchange.layouts import by_sizes, even, pair, zigzag as zigzag_layout
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_torch", "stores")
+pytestmark = pytest.mark.usefixtures("stores")
 
 LARGE = 1 << 17  # bytes for each rank from which on ranks have turns (csrc/devices/cpu/execute.c)
 

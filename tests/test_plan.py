@@ -29,8 +29,6 @@ from helpers.core import Plan, Spec, contiguous, request
 from helpers.tables import EXCHANGES
 from hypothesis import given, settings
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
-
 
 def test_every_op_has_an_inverse() -> None:
     for name, exchange in EXCHANGES.items():

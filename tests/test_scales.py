@@ -8,9 +8,6 @@ import torch
 from helpers import core
 from helpers.core import Scale, ScaleType
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
-
-
 # ---- Scales -----------------------------------------------------------------------------------------------
 
 DTYPES = {  # torch's dtype: spar's, and the int dtype of a real part's size

@@ -13,8 +13,6 @@ from test_scales import real_values, values
 from spar import _C
 from spar._transports.dtypes import SUM_TYPES, add_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread_for_torch")
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LENGTHS = (0, 1, 7, 63, 255, 256, 257, 1000)
 
