@@ -59,6 +59,7 @@ def check_empty(rank: int, world: int, group: Group, batch: int, width: int, val
 SHAPES = {"q and k": (2, 0, 4), "v": (2, 4, 0), "q, k and v": (2, 0, 0), "the batch": (0, 4, 4)}
 
 
+@pytest.mark.one_transport  # test_ops.py exchanges empty tensors over each
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("empty", SHAPES)
 def test_heads_without_width_and_empty_batches(ranks: Ranks, empty: str, world: int) -> None:
