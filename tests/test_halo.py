@@ -117,8 +117,10 @@ def check_compiled(rank: int, world: int, group: Group, kind: str) -> None:
         "zigzag": lambda n: SequenceLayout.zigzag(n, group),
         "packed": lambda n: SequenceLayout.packed([n - 9, 9], group),
     }[kind]
+    # Compiling takes seconds: for each kind another rank does, whose calls match the others' eager ones.
+    compiles = rank == ("even", "zigzag", "packed").index(kind)
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for total in (40, 47, 53, 64):
         layout, results = make(total), []
@@ -130,7 +132,8 @@ def check_compiled(rank: int, world: int, group: Group, kind: str) -> None:
             results.append((y, leaf.grad))
         for other in results[1:]:
             torch.testing.assert_close(other, results[0])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before in (1, 2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs in ((1, 2) if compiles else (0,)), graphs
 
 
 @pytest.mark.one_transport
