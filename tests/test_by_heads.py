@@ -192,6 +192,8 @@ def test_errors_of_by_heads(ranks: Ranks) -> None:
 
 
 def check_compiled(rank: int, world: int, group: Group) -> None:
+    """The first rank compiles, which takes seconds; its calls match the other's eager ones."""
+
     def run(v: Tensor, gate: Tensor, layout: SequenceLayout) -> Tensor:
         def fn(v: Tensor, gate: Tensor) -> Tensor:
             return v.cumsum(1) * gate[..., None].cumsum(1).to(v.dtype)
@@ -200,7 +202,7 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
         return y
 
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager") if rank == 0 else run
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for total in (12, 17, 31):
         layout, results = SequenceLayout.zigzag(total, group), []
@@ -214,7 +216,8 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
             y.float().square().sum().backward()
             results.append((y, *[x.grad for x in leaves]))
         torch.testing.assert_close(results[1], results[0])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before in (1, 2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs in ((1, 2) if rank == 0 else (0,)), graphs
 
 
 def test_by_heads_compiles(ranks: Ranks) -> None:
