@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,11 @@ assert create(ctypes.addressof(made), None) == 201
 assert find(b"cuDevicePrimaryCtxRetain", 12000)(ctypes.addressof(context), None) == 0
 assert find(b"cuCtxSetCurrent", 12000)(context, None) == 0
 assert create(ctypes.addressof(made), None) == 0
+if len(sys.argv) > 2:
+    memory = ctypes.c_uint64()
+    assert find(b"cuMemAlloc", 12000)(ctypes.addressof(memory), 1) == 0 and memory.value
+    print("allocated", flush=True)
+    ctypes.string_at(memory.value, 1)
 """
 
 
@@ -167,6 +173,13 @@ def test_standin_of_the_driver_needs_contexts_and_heeds_versions() -> None:
     """As the driver does, so that tests find calls of threads without a context."""
     library = standins.built() / "libcuda.so.1"
     subprocess.run([sys.executable, "-c", DRIVER, str(library)], check=True)
+
+
+def test_device_memory_of_the_standin_is_not_the_hosts() -> None:
+    """So that tests find code that reads a tensor of the device on the host."""
+    library = standins.built() / "libcuda.so.1"
+    done = subprocess.run([sys.executable, "-c", DRIVER, str(library), "and read"], capture_output=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, b"allocated\n")
 
 
 def test_outdated_driver_is_a_reason(part: Path) -> None:

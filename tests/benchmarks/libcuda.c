@@ -30,6 +30,14 @@ static int DeviceGetName(char *name, int size, int device)
     return 0;
 }
 
+/* At addresses of the host: the stages' tensors are the CPU's. */
+static int MemAllocHere(uint64_t *memory, size_t bytes)
+{
+    int code = MemAlloc(memory, bytes);
+    *memory = (uintptr_t)reached((void *)(uintptr_t)*memory);
+    return code;
+}
+
 static int MemcpyDtoH(void *to, uint64_t from, size_t bytes)
 {
     memcpy(to, (const void *)(uintptr_t)from, bytes);
@@ -187,6 +195,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
                         MORE(MemExportToShareableHandle) MORE(MemImportFromShareableHandle)
                             MORE(MemAddressReserve) MORE(MemMap) MORE(MemSetAccess)
                                 MORE(MemUnmap){"cuMemAddressFree", (void *)unmap},
+                {"cuMemAlloc", (void *)MemAllocHere},
                 {"cuModuleGetFunction", (void *)FindFunction},
                 {"cuLaunchKernel", (void *)Launch}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)

@@ -9,6 +9,7 @@
 #include "devices/execute.h"
 #include "random_call.h"
 #include "devices/cuda/launches.h"
+#include "../standin/memory.h"
 
 #include <dlfcn.h>
 #include <math.h>
@@ -103,16 +104,23 @@ static int cut_up(run_state *t, spar_span *spans, int peer, spar_route route, in
 }
 
 /* Copies the spans in one or several calls on a stream, captured or not; waits for the stream. */
-static void copy(run_state *t, const spar_span *spans, int count, void *const *outputs)
+static void copy(run_state *t, spar_span *spans, int count, void *const *outputs)
 {
-    void *graph = NULL;
+    const void *from[TENSORS];
+    void *graph = NULL, *to[TENSORS];
     int captures = t->captures && draw(&t->seed, 4) == 0,
         step = 1 + draw(&t->seed, SPANS) * draw(&t->seed, 2);
+    for (int i = 0; i < t->plan->ntensors; i++) {
+        from[i] = on_device(t->inputs[i]);
+        to[i] = outputs ? on_device(outputs[i]) : NULL;
+    }
+    for (int i = 0; i < count; i++)
+        spans[i].wire = on_device(spans[i].wire);
     if (captures)
         EXPECT(begin_capture(t->stream, 0) == 0);
     for (int i = 0; i < count; i += step)
-        EXPECT(!spar_cuda_copy_spans(t->plan, spans + i, count - i < step ? count - i : step, t->inputs,
-                                     outputs, &t->scale, t->stream));
+        EXPECT(!spar_cuda_copy_spans(t->plan, spans + i, count - i < step ? count - i : step, from, to,
+                                     &t->scale, t->stream));
     if (captures) {
         EXPECT(end_capture(t->stream, &graph) == 0);
         EXPECT(launch_graph(graph, t->stream) == 0);
@@ -346,8 +354,8 @@ static void test_graph_outlives_its_plan(void)
     const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     spar_span whole = {0, SPAR_PUSH, 0, ROWS * ROW, NULL};
     unsigned char from[ROWS * ROW], to[ROWS * ROW] = {0};
-    const void *inputs[] = {from};
-    void *outputs[] = {to}, *graph;
+    const void *inputs[] = {on_device(from)};
+    void *outputs[] = {on_device(to)}, *graph;
     spar_entered before;
     spar_plan *plan = NULL;
     CUstream stream;

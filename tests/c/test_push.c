@@ -5,6 +5,7 @@
  *   test_push RANKS CALLS SLOT   each rank makes CALLS random calls over slots of SLOT bytes */
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
+#include "../standin/memory.h"
 #include "random_call.h"
 #include "transports/nccl/push.h"
 
@@ -39,16 +40,16 @@ static void make_group(group *g, int world, int calls, int64_t bytes)
     for (int rank = 0; rank < world; rank++) {
         void *slot = aligned_alloc(256, (size_t)bytes), *flags = calloc(WORLD, sizeof(uint32_t));
         EXPECT(slot && flags);
-        g->bases[rank] = (uintptr_t)slot;
-        g->flags[rank] = (uintptr_t)flags;
+        g->bases[rank] = (uintptr_t)on_device(slot);
+        g->flags[rank] = (uintptr_t)on_device(flags);
     }
 }
 
 static void free_group(const group *g)
 {
     for (int rank = 0; rank < g->world; rank++) {
-        free((void *)(uintptr_t)g->bases[rank]);
-        free((void *)(uintptr_t)g->flags[rank]);
+        free(reached((void *)(uintptr_t)g->bases[rank]));
+        free(reached((void *)(uintptr_t)g->flags[rank]));
     }
 }
 
@@ -97,8 +98,8 @@ static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t dea
         x->outputs[t] = make_buffer(p, push->rank, &p->out, 0);
         visit(p, &x->inputs[t], 0);
         tensors[t] = tensor_of(p, &x->inputs[t]);
-        inputs[t] = x->inputs[t].data;
-        outputs[t] = x->outputs[t].data;
+        inputs[t] = on_device(x->inputs[t].data);
+        outputs[t] = on_device(x->outputs[t].data);
     }
     const spar_request request = {push->world, push->rank, SPAR_SIDE_PULL, x->count, tensors};
     EXPECT(!spar_plan_build(&request, &x->plan));
@@ -176,9 +177,9 @@ static void test_absent_peer(int by_limit)
     EXPECT(__atomic_load_n(push[0]->stop, __ATOMIC_ACQUIRE) == (by_limit ? RANKS : UINT32_MAX));
     end(&first, 0);
     end(&second, 0);
-    uint32_t *signalled = (uint32_t *)(uintptr_t)g.flags[2];
+    uint32_t *signalled = reached((void *)(uintptr_t)g.flags[2]);
     EXPECT(signalled[0] == 1 && signalled[1] == 1);
-    unsigned char *slot = (unsigned char *)(uintptr_t)g.bases[2];
+    unsigned char *slot = reached((void *)(uintptr_t)g.bases[2]);
     memset(slot, NOT_WRITTEN, (size_t)g.bytes);
     for (uint64_t seed = 2; seed < 8; seed++) {
         begin(&first, push[0], seed, 0, stream);

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks' side of tests of the nccl transport over stand-in libraries. Tensors are on the CPU, as the
-stand-in's memory is.
+stand-in's memory is; spar is given addresses of them that only the stand-in can read and write.
 
 A rank's process has loaded the stand-ins (standins.py) before spar searches for the real libraries.
 """
@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +75,24 @@ class Stream:
         driver("cuStreamSynchronize", self.handle)
 
 
+def device_address(address: int) -> int:
+    """Return the device's address of memory of the host: only the stand-ins can read or write there."""
+    place = ctypes.CDLL("libcuda.so.1").standin_on_device
+    place.argtypes, place.restype = [ctypes.c_void_p], ctypes.c_void_p
+    return place(address) or 0
+
+
+class OnDevice:
+    """A CPU tensor as a CUDA tensor that spar is given."""
+
+    device = DEVICE
+
+    def __init__(self, x: torch.Tensor, index: int = 0) -> None:
+        self.shape, self.stride, self.dtype = x.shape, x.stride, x.dtype
+        self.data_ptr = partial(device_address, x.data_ptr())
+        self.get_device = lambda: index
+
+
 class Allocator:
     """Staging memory as torch's allocator has it: what is freed is used again in the order of its stream.
 
@@ -105,7 +123,7 @@ class Allocator:
             spoil(ctypes.c_void_p(stream), ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(count))
             free.append(memory)
 
-        view = memory[:count]
+        view = OnDevice(memory[:count])
         weakref.finalize(view, release).atexit = False
         return view
 
@@ -153,16 +171,9 @@ def enqueue(
     )
     output = torch.full(core.plan([x], _C.SIDE_PULL)[0].out_shapes[0], 7).to(x.dtype)
     channel: Any = comm.channels["cuda"]
-    on_device: Any = SimpleNamespace(
-        data_ptr=x.data_ptr,
-        shape=x.shape,
-        stride=x.stride,
-        dtype=x.dtype,
-        device=DEVICE,
-        get_device=lambda: channel.device.index,
-    )
+    tensors: Any = [OnDevice(each, channel.device.index) for each in (x, output)]
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
-    comm.in_turn(op, "cuda", None, core, [on_device], [output])
+    comm.in_turn(op, "cuda", None, core, tensors[:1], tensors[1:])
     return output
 
 

@@ -23,6 +23,7 @@ from helpers.nccl_ranks import (
     Cell,
     Stream,
     core_of,
+    device_address,
     driver,
     enqueue,
     exchange_cells,
@@ -62,7 +63,8 @@ class SharedSlot:
             file = os.open(store.get(f"{key} {rank}"), os.O_RDWR)
             self.maps.append(mmap.mmap(file, self.size + FLAGS))
             os.close(file)
-        bases = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self.maps]
+        starts = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self.maps]
+        bases = [device_address(start) for start in starts]
         return self.size, *bases, *[base + self.size for base in bases]
 
 

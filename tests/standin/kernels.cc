@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "devices/cuda/kernels.h"
+#include "memory.h"
 
 #define __host__
 #define __device__
@@ -69,14 +70,14 @@ static unsigned short to_f16(float value)
 
 static unsigned load_acquire(const unsigned *from)
 {
-    unsigned value = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+    unsigned value = __atomic_load_n((unsigned *)reached(from), __ATOMIC_ACQUIRE);
     sched_yield(); /* a wait leaves the core to the peers */
     return value;
 }
 
 static void store_release(unsigned *to, unsigned value)
 {
-    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+    __atomic_store_n((unsigned *)reached(to), value, __ATOMIC_RELEASE);
 }
 
 static unsigned count_to(unsigned *counter, unsigned last)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A stand-in for libcuda.so.1 over host memory: device pointers are host pointers, each stream is a thread
- * that runs its work asynchronously, kernels are the host build of kernels.cu.
+/* A stand-in for libcuda.so.1: device memory is the host's, at addresses that the host cannot read or write
+ * (memory.h), each stream is a thread that runs its work asynchronously, kernels are the host build of
+ * kernels.cu.
  *
  * - STANDIN_DEVICES: the number of devices (1).
  * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
@@ -20,12 +21,12 @@
  * standin_live() returns the number of objects created and not freed.
  *
  * Not imitated:
- * - Device memory is host memory: that the host reads or writes it is not noticed. Tensors of the tests are
- *   the CPU's, and memory protection keys, which would tell threads apart, are not on every machine.
+ * - Kernels and copies take any memory of the host, as on a machine that shares all of it with the GPU.
  * - All kernels run at once, whatever their CTAs and SMs: kernels that wait for each other never lack room.
  * - The legacy stream does not synchronize with other streams, and priorities have no effect.
  * - A context has no memory, stream or event of its own: an object of one device works on another. */
 #include "devices/cuda/driver.h"
+#include "memory.h"
 #include "streams.h"
 
 #include <stdint.h>
@@ -146,7 +147,7 @@ static int MemAlloc(uint64_t *memory, size_t bytes)
     MAY_FAIL("cuMemAlloc");
     MAY_CONFLICT(unsafe());
     void *made = bytes ? aligned_alloc(256, (bytes + 255) / 256 * 256) : NULL;
-    *memory = (uintptr_t)made;
+    *memory = (uintptr_t)on_device(made);
     count(made != NULL);
     return made ? 0 : bytes ? NO_MEMORY : INVALID;
 }
@@ -156,7 +157,7 @@ static int MemFree(uint64_t memory)
 {
     MAY_FAIL("cuMemFree");
     MAY_CONFLICT(unsafe());
-    free((void *)(uintptr_t)memory);
+    free(reached((void *)(uintptr_t)memory));
     count(-1);
     return 0;
 }
@@ -184,7 +185,7 @@ static int MemcpyHtoD(uint64_t to, const void *from, size_t bytes)
 {
     MAY_FAIL("cuMemcpyHtoD");
     MAY_CONFLICT(unsafe());
-    memcpy((void *)(uintptr_t)to, from, bytes);
+    memcpy(reached((void *)(uintptr_t)to), from, bytes);
     return 0;
 }
 
@@ -344,6 +345,13 @@ EXPORT int cuLaunchHostFunc(void *handle, void (*function)(void *), void *contex
 {
     int code = failure("cuLaunchHostFunc");
     return code ? code : give(handle, (work){.run = run_host, .host = function, .context = context});
+}
+
+/* The device's address of memory that a test has allocated. */
+EXPORT void *standin_on_device(const void *memory);
+EXPORT void *standin_on_device(const void *memory)
+{
+    return on_device(memory);
 }
 
 /* Overwrites memory in the stream, as whoever gets it next from an allocator that follows the stream's

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "nccl_work.h"
 
+#include "memory.h"
+
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <stdio.h>
@@ -90,7 +92,7 @@ static int advance(operation *o, spar_nccl_result *error)
             return 0;
         }
     }
-    o->at += move(pipe, o->sends, o->bytes + o->at, o->length - o->at);
+    o->at += move(pipe, o->sends, (char *)reached(o->bytes) + o->at, o->length - o->at);
     return o->head + o->at > before;
 }
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "streams.h"
 
+#include "memory.h"
+
 #include <execinfo.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -100,6 +102,11 @@ static void *run_ctas(void *argument)
 
 void run_kernel(work *w)
 {
+    w->copy.sync = reached(w->copy.sync);
+    for (int i = 0; i < w->copy.parts; i++) {
+        w->copy.part[i].from = reached(w->copy.part[i].from);
+        w->copy.part[i].to = reached(w->copy.part[i].to);
+    }
     work other = *w;
     pthread_t thread;
     other.odd = 1;
@@ -111,12 +118,12 @@ void run_kernel(work *w)
 
 void run_copy(work *w)
 {
-    memcpy(w->to, w->from, w->bytes);
+    memcpy(reached(w->to), reached(w->from), w->bytes);
 }
 
 void run_spoil(work *w)
 {
-    memset(w->to, 0xEE, w->bytes);
+    memset(reached(w->to), 0xEE, w->bytes);
 }
 
 void run_host(work *w)
@@ -153,7 +160,7 @@ void run_wait(work *w)
 
 void run_write(work *w)
 {
-    __atomic_store_n((uint32_t *)w->to, (uint32_t)w->bytes, __ATOMIC_RELEASE);
+    __atomic_store_n((uint32_t *)reached(w->to), (uint32_t)w->bytes, __ATOMIC_RELEASE);
 }
 
 void run_nothing(work *w)
