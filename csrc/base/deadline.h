@@ -30,6 +30,14 @@ static inline spar_status spar_deadline_poll(const spar_deadline *deadline, cons
                                     : spar_fail(SPAR_INTERRUPTED, "interrupted %s", during);
 }
 
+/* Sleeps for a moment between two polls, which it counts, and polls the deadline about every 50 ms. */
+static inline spar_status spar_deadline_pause(const spar_deadline *deadline, int *pauses, const char *during)
+{
+    const struct timespec moment = {0, 20000};
+    nanosleep(&moment, NULL);
+    return ++*pauses % 500 == 0 ? spar_deadline_poll(deadline, during) : SPAR_OK;
+}
+
 /* Whether a status ends the set-up on this rank alone, which then does not take part in the next stage. */
 static inline int spar_ends_wait(spar_status status)
 {

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-static _Thread_local char last_error[1536];
+static _Thread_local char last_error[SPAR_ERROR_TEXT];
 static _Thread_local spar_ranks last_ranks;
 
 spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const char *format, ...)
@@ -18,6 +18,20 @@ spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const c
     memcpy(last_error, text, sizeof text);
     last_ranks = ranks ? *ranks : (spar_ranks){0};
     return status;
+}
+
+void spar_failure_keep(spar_failure *failure, spar_status status)
+{
+    failure->status = status;
+    failure->ranks = status == SPAR_OK ? (spar_ranks){0} : last_ranks;
+    snprintf(failure->text, sizeof failure->text, "%s", status == SPAR_OK ? "" : last_error);
+}
+
+spar_status spar_failure_raise(const spar_failure *failure)
+{
+    if (failure->status == SPAR_OK)
+        return SPAR_OK;
+    return spar_fail_ranks(failure->status, &failure->ranks, "%s", failure->text);
 }
 
 void spar_ranks_add(spar_ranks *ranks, int rank)

@@ -19,6 +19,8 @@ typedef enum {
     SPAR_INTERNAL,    /* a bug in spar; Python: spar.SparError */
 } spar_status;
 
+enum { SPAR_ERROR_TEXT = 1536 }; /* bytes of an error's text */
+
 /* The ranks that caused an error: the first 64. */
 typedef struct {
     int count, rank[64];
@@ -32,6 +34,19 @@ spar_status spar_fail_ranks(spar_status status, const spar_ranks *ranks, const c
 /* The same for an error that no rank caused, or one. */
 #define spar_fail(status, ...) spar_fail_ranks(status, NULL, __VA_ARGS__)
 #define spar_fail_rank(status, which, ...) spar_fail_ranks(status, &(spar_ranks){1, {which}}, __VA_ARGS__)
+
+/* A failure that is raised later, or behind what may fail meanwhile. */
+typedef struct {
+    spar_status status;
+    spar_ranks ranks;
+    char text[SPAR_ERROR_TEXT];
+} spar_failure;
+
+/* Keeps this thread's newest failure; of SPAR_OK, nothing but the status. */
+void spar_failure_keep(spar_failure *failure, spar_status status);
+
+/* Fails with what was kept. */
+spar_status spar_failure_raise(const spar_failure *failure);
 
 void spar_ranks_add(spar_ranks *ranks, int rank);
 

@@ -111,16 +111,12 @@ spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const 
             offsets[rank] = results[rank].offset;
         if (spar_ends_wait(status) || !(is_near || (rank == comm->world && comm->nfar)))
             continue;
-        char first[sizeof results->reason];
-        snprintf(first, sizeof first, "%s", spar_last_error());
-        spar_ranks ranks = *spar_last_error_ranks();
+        spar_failure first;
+        spar_failure_keep(&first, status);
         spar_status connected = is_near ? await_peer(comm, rank, deadline, &peers[rank])
                                         : connect_far(comm, group, results, deadline);
         /* a failure ends no loop: peers wait */
-        if (status != SPAR_OK && !spar_ends_wait(connected))
-            spar_fail_ranks(status, &ranks, "%s", first);
-        else
-            status = connected;
+        status = status != SPAR_OK && !spar_ends_wait(connected) ? spar_failure_raise(&first) : connected;
     }
     if (status == SPAR_OK)
         status = spar_group_attach(group, peers, offsets);
