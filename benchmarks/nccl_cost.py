@@ -28,7 +28,7 @@ LAUNCH = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, ctypes.c_uint64)
 
 
 class Message(ctypes.Structure):
-    _fields_ = (("peer", c_int), ("tensor", c_int), ("at", c_int64), ("bytes", c_int64))
+    _fields_ = (("peer", c_int), ("at", c_void_p), ("bytes", c_int64))
 
 
 class Schedule(ctypes.Structure):

@@ -108,6 +108,7 @@ _Static_assert(SPAR_NCCL_LEAST == NCCL_VERSION(2, 21, 5) && SPAR_NCCL_LEAST <= N
         "OURS", str(CSRC / "transports/nccl/api.h")
     )
     (tmp_path / "hold.c").write_text(text)
-    command = ["gcc", "-std=c11", "-fsyntax-only", f"-I{CSRC}", f"-I{tmp_path}", str(tmp_path / "hold.c")]
+    command = ["gcc", "-std=c11", "-D_GNU_SOURCE", "-fsyntax-only", f"-I{CSRC}", f"-I{tmp_path}"]
+    command.append(str(tmp_path / "hold.c"))
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

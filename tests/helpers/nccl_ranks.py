@@ -329,10 +329,18 @@ def check_own_beside(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
+@contextlib.contextmanager
+def on_hosts_of_two(rank: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "_host_id", lambda: bytes([1 + rank // 2]) * 16)
+        yield
+
+
 def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Across hosts NCCL gathers equal parts, wherever they lie; on one host, and other parts, spar sends."""
-    library, on = ctypes.CDLL("libnccl.so.2"), f"host of {rank // 2}"
-    far, near = set_up(group, NCCL_HOSTID=on), set_up(group)
+    library, near = ctypes.CDLL("libnccl.so.2"), set_up(group)
+    with on_hosts_of_two(rank):
+        far = set_up(group)
 
     def gather(comm: Group, x: torch.Tensor, rows: int, factor: float = 1.0) -> tuple[torch.Tensor, int]:
         before = library.standin_nccl_gathers()
@@ -361,18 +369,15 @@ def check_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def check_hosts(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Between hosts, a call issues no collective of torch in addition to NCCL's sends."""
-    before = setup._host_id, collectives._issue
-    setup._host_id = lambda: bytes([1 + rank // 2]) * 16
-    try:
+    with on_hosts_of_two(rank):
         comm = set_up(group)
-        collectives._issue = None  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_issue", None)
         with Stream() as stream:
             for number in range(3):
                 got = enqueue(comm, "gather", (0, 2 * world), torch.full((2,), 10.0 * number + rank))
                 stream.synchronize()
                 assert torch.equal(got, 10.0 * number + torch.arange(world).repeat_interleave(2))
-    finally:
-        setup._host_id, collectives._issue = before
     transport = comm.transport("cuda")
     assert (transport.name, transport.hosts) == ("nccl", ((0, 1), (2, 3)))
     assert (transport.shared_memory, transport.network) == (0.0, 2 / 3)

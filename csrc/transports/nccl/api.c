@@ -40,6 +40,18 @@ spar_status spar_nccl_check(spar_nccl_result result, const char *what)
                      spar_nccl.GetErrorString(result), last && *last ? ": " : "", last && *last ? last : "");
 }
 
+spar_status spar_nccl_await(spar_nccl_result result, struct ncclComm *comm, const spar_deadline *deadline,
+                            const char *what)
+{
+    for (int pauses = 0; result == SPAR_NCCL_IN_PROGRESS;) {
+        if (spar_deadline_passed(deadline))
+            return spar_fail(SPAR_TIMEOUT, "NCCL did not enqueue the call in time");
+        SPAR_TRY(spar_deadline_pause(deadline, &pauses, "while NCCL enqueued a call"));
+        SPAR_NCCL_TRY(CommGetAsyncError(comm, &result));
+    }
+    return spar_nccl_check(result, what);
+}
+
 spar_status spar_nccl_check_async(struct ncclComm *comm, const char *what)
 {
     spar_nccl_result error = SPAR_NCCL_SUCCESS;

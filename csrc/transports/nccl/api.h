@@ -4,7 +4,7 @@
 #ifndef SPAR_NCCL_API_H
 #define SPAR_NCCL_API_H
 
-#include "base/error.h"
+#include "base/deadline.h"
 
 #include <stddef.h>
 
@@ -73,6 +73,10 @@ spar_status spar_nccl_check(spar_nccl_result result, const char *what);
 
 /* Checks for an error that the communicator reports after a call has returned. */
 spar_status spar_nccl_check_async(struct ncclComm *comm, const char *what);
+
+/* Waits for what returned `result`, which communicators that do not block return before it is done. */
+spar_status spar_nccl_await(spar_nccl_result result, struct ncclComm *comm, const spar_deadline *deadline,
+                            const char *what);
 
 #define SPAR_NCCL_TRY(call) SPAR_TRY(spar_nccl_check(spar_nccl.call, "nccl" #call))
 

@@ -51,10 +51,11 @@ static spar_status check_call(spar_nccl_state *s, const spar_call *call)
         return spar_fail(call->failed, "%s", call->why);
     if (!call->plan->pull)
         return spar_fail(SPAR_INTERNAL, "a plan without its pull side");
-    if (!s->push && !s->own && !call->native)
+    if (s->push)
+        return spar_driver_capture(call->stream, &s->pipeline.capture);
+    if (!s->own && !call->native)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is gone: was the group destroyed?");
-    return s->push ? spar_driver_capture(call->stream, &s->pipeline.capture)
-                   : spar_pipeline_check(&s->pipeline, call);
+    return s->pipeline.prepared == call ? SPAR_OK : spar_fail(SPAR_INTERNAL, "a call that was not prepared");
 }
 
 /* Publishes call n, or that this rank cannot make it, to the ranks of this host. */
@@ -71,22 +72,34 @@ static spar_status publish(const spar_nccl_state *s, uint64_t n, const spar_call
 /* Reports to the peers that this rank cannot make call n. */
 static spar_status fail_alone(spar_nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
 {
-    char why[SPAR_GROUP_TEXT];
+    spar_failure failure;
     spar_call failed = *call;
-    spar_ranks ranks = *spar_last_error_ranks();
-    snprintf(why, sizeof why, "%s", spar_last_error());
+    spar_failure_keep(&failure, status);
     failed.failed = status;
-    failed.why = why;
+    failed.why = failure.text;
     if (status == SPAR_INTERRUPTED)
         spar_watchdog_break(s->watchdog, SPAR_BROKEN);
     else if (publish(s, n, &failed) != SPAR_OK)
         spar_watchdog_break(s->watchdog, SPAR_MISMATCH);
-    return spar_fail_ranks(status, &ranks, "%s", why);
+    return spar_failure_raise(&failure);
+}
+
+/* Makes call n, which the watchdog has begun. */
+static spar_status make_call(spar_nccl_state *s, uint64_t n, const spar_call *call, int captured)
+{
+    struct ncclComm *comm = s->own ? s->own : call->native;
+    SPAR_TRY(publish(s, n, call));
+    if (!s->push && !s->own) /* the watchdog does not check torch's communicator */
+        SPAR_TRY(spar_nccl_check_async(comm, "an earlier call of NCCL"));
+    SPAR_TRY(spar_watchdog_order(s->watchdog, call->stream));
+    spar_status status = s->push ? spar_push_run(s->push, call, captured)
+                                 : spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
+    spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
+    return reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
 }
 
 static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
 {
-    struct ncclComm *comm = s->own ? s->own : call->native;
     uint64_t n = ++s->calls;
     SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
     spar_status status = check_call(s, call);
@@ -94,27 +107,11 @@ static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
         return fail_alone(s, n, call, status);
     int captured = s->pipeline.capture != 0;
     SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline, captured));
-    status = publish(s, n, call);
-    if (status == SPAR_OK && !s->push && !s->own) /* the watchdog does not check torch's communicator */
-        status = spar_nccl_check_async(comm, "an earlier call of NCCL");
-    if (status == SPAR_OK && !captured && s->called && s->stream != call->stream)
-        status = spar_watchdog_order(s->watchdog, call->stream); /* the watchdog's calls end in order */
-    if (status == SPAR_OK) {
-        status = s->push ? spar_push_run(s->push, call, captured)
-                         : spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
-        spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
-        status = reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
-    }
+    status = make_call(s, n, call, captured);
     if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
         spar_watchdog_break(s->watchdog, status);
     spar_status ended = spar_watchdog_end(s->watchdog, call->stream);
-    if (status != SPAR_OK || ended != SPAR_OK)
-        return status != SPAR_OK ? status : ended;
-    if (!captured) {
-        s->stream = call->stream;
-        s->called = 1;
-    }
-    return SPAR_OK;
+    return status != SPAR_OK ? status : ended;
 }
 
 spar_status spar_nccl_run(spar_comm *comm, spar_call *call)
@@ -138,8 +135,9 @@ static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *byte
     spar_nccl_state *s = comm->state;
     spar_entered before;
     *bytes = 0;
-    if (!s->watchdog || !call->plan->pull || spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
+    if (!s->watchdog || spar_watchdog_broken(s->watchdog) || !call->plan->pull)
         return SPAR_OK; /* run reports it */
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     pthread_mutex_lock(&s->lock);
     spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
     pthread_mutex_unlock(&s->lock);
@@ -165,19 +163,6 @@ const char *spar_nccl_broken(const spar_comm *comm)
     return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
 }
 
-/* Releases a failed set-up on its own thread: freeing device memory waits for the device and other groups'
- * calls. */
-static void *release_entered(void *context)
-{
-    spar_nccl_state *s = context;
-    spar_entered before;
-    if (spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone, with its memory */
-    spar_nccl_release(s);
-    spar_cuda_leave(&before);
-    return NULL;
-}
-
 void spar_nccl_close(spar_comm *comm)
 {
     spar_nccl_state *s = comm->state;
@@ -187,9 +172,9 @@ void spar_nccl_close(spar_comm *comm)
     if (s->ring)
         spar_group_end_calls(s->group); /* to end a communicator may take a second, in which peers may call */
     if (s->watchdog)
-        spar_watchdog_close(s->watchdog); /* it releases once the calls have ended */
-    else if (spar_thread_start(release_entered, s) != 0)
-        release_entered(s);
+        spar_watchdog_close(s->watchdog);                  /* it releases once the calls have ended */
+    else if (spar_thread_start(spar_nccl_release, s) != 0) /* it waits for the device and others' calls */
+        spar_nccl_release(s);
 }
 
 const spar_transport spar_transport_nccl = {

@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "transports/nccl/pipeline.h"
 
-#include <sched.h>
-
 static const int64_t LARGE = 1 << 20; /* bytes of a rank's own part that are copied beside the wire */
 
 static struct {
@@ -46,12 +44,8 @@ spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int
                          (long long)cap, world, (long long)least);
     SPAR_TRY_CU(MemAlloc, &memory, (size_t)SPAR_PIPELINE_KEPT + 2 * (size_t)world);
     pipeline->memory = (char *)(uintptr_t)memory;
-    spar_status status = open_side_stream(&pipeline->side_streams[0]);
-    if (status == SPAR_OK)
-        status = open_side_stream(&pipeline->side_streams[1]);
-    if (status != SPAR_OK)
-        spar_pipeline_close(pipeline);
-    return status;
+    SPAR_TRY(open_side_stream(&pipeline->side_streams[0]));
+    return open_side_stream(&pipeline->side_streams[1]);
 }
 
 void spar_pipeline_close(spar_pipeline *pipeline)
@@ -74,31 +68,15 @@ void spar_pipeline_close(spar_pipeline *pipeline)
 
 /* ---- the wire ---- */
 
-/* torch's communicator may be non-blocking: then calls return before they are enqueued. */
-static spar_status await_enqueued(struct ncclComm *comm, const spar_deadline *deadline)
-{
-    for (;;) {
-        spar_nccl_result result = SPAR_NCCL_SUCCESS;
-        SPAR_NCCL_TRY(CommGetAsyncError(comm, &result));
-        if (result != SPAR_NCCL_IN_PROGRESS)
-            return spar_nccl_check(result, "ncclGroupEnd");
-        if (spar_deadline_passed(deadline))
-            return spar_fail(SPAR_TIMEOUT, "NCCL did not enqueue the call in time");
-        sched_yield();
-    }
-}
-
-static spar_status send_all(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm)
+static spar_status send_all(const spar_pipeline *pipeline, struct ncclComm *comm, CUstream stream)
 {
     for (int64_t i = 0; i < pipeline->push.nmessages; i++) {
         const spar_message *m = &pipeline->push.messages[i];
-        const char *base = m->tensor < 0 ? pipeline->push.staging : call->inputs[m->tensor];
-        SPAR_NCCL_TRY(Send(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
+        SPAR_NCCL_TRY(Send(m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, stream));
     }
     for (int64_t i = 0; i < pipeline->pull.nmessages; i++) {
         const spar_message *m = &pipeline->pull.messages[i];
-        char *base = m->tensor < 0 ? pipeline->pull.staging : call->outputs[m->tensor];
-        SPAR_NCCL_TRY(Recv(base + m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, call->stream));
+        SPAR_NCCL_TRY(Recv(m->at, (size_t)m->bytes, SPAR_NCCL_UINT8, m->peer, comm, stream));
     }
     return SPAR_OK;
 }
@@ -106,17 +84,7 @@ static spar_status send_all(const spar_pipeline *pipeline, const spar_call *call
 static spar_status end_group(struct ncclComm *comm, const spar_deadline *deadline, spar_status status)
 {
     spar_nccl_result result = spar_nccl.GroupEnd(); /* also after a failure */
-    if (status != SPAR_OK)
-        return status;
-    SPAR_TRY(spar_nccl_check(result, "ncclGroupEnd"));
-    return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, deadline) : SPAR_OK;
-}
-
-/* The communicator of a broken group may be about to be freed. */
-static spar_status check_broken(spar_watchdog *watchdog)
-{
-    const char *broken = spar_watchdog_broken(watchdog);
-    return broken ? spar_fail(SPAR_BROKEN, "%s", broken) : SPAR_OK;
+    return status == SPAR_OK ? spar_nccl_await(result, comm, deadline, "ncclGroupEnd") : status;
 }
 
 static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
@@ -124,27 +92,36 @@ static spar_status exchange(const spar_pipeline *pipeline, const spar_call *call
 {
     if (!pipeline->push.nmessages && !pipeline->pull.nmessages)
         return SPAR_OK;
-    SPAR_TRY(check_broken(watchdog));
+    if (spar_watchdog_broken(watchdog)) /* the communicator may be about to be freed */
+        return SPAR_BROKEN;
     SPAR_NCCL_TRY(GroupStart());
-    return end_group(comm, &call->deadline, send_all(pipeline, call, comm));
+    return end_group(comm, &call->deadline, send_all(pipeline, comm, call->stream));
 }
 
-spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm)
+static spar_status send_bytes(const spar_pipeline *pipeline, struct ncclComm *comm, CUstream stream)
 {
-    static const spar_deadline endless = {0};
-    spar_status status = SPAR_OK;
+    int world = pipeline->world, rank = pipeline->rank;
+    for (int i = 1; i < world; i++) {
+        char *at = pipeline->memory + SPAR_PIPELINE_KEPT + 2 * i;
+        SPAR_NCCL_TRY(Send(at, 1, SPAR_NCCL_UINT8, (rank + i) % world, comm, stream));
+        SPAR_NCCL_TRY(Recv(at + 1, 1, SPAR_NCCL_UINT8, (rank - i + world) % world, comm, stream));
+    }
+    return SPAR_OK;
+}
+
+spar_status spar_pipeline_connect(const spar_pipeline *pipeline, struct ncclComm *comm,
+                                  const spar_deadline *deadline)
+{
     CUstream stream = pipeline->side_streams[0].stream;
     SPAR_NCCL_TRY(GroupStart());
-    for (int i = 1; status == SPAR_OK && i < pipeline->world; i++) {
-        int to = (pipeline->rank + i) % pipeline->world,
-            from = (pipeline->rank - i + pipeline->world) % pipeline->world;
-        char *at = pipeline->memory + SPAR_PIPELINE_KEPT + 2 * i;
-        status = spar_nccl_check(spar_nccl.Send(at, 1, SPAR_NCCL_UINT8, to, comm, stream), "ncclSend");
-        if (status == SPAR_OK)
-            status =
-                spar_nccl_check(spar_nccl.Recv(at + 1, 1, SPAR_NCCL_UINT8, from, comm, stream), "ncclRecv");
+    SPAR_TRY(end_group(comm, deadline, send_bytes(pipeline, comm, stream)));
+    for (int pauses = 0;;) {
+        CUresult result = spar_cu.StreamQuery(stream);
+        if (result != SPAR_CU_NOT_READY)
+            return spar_driver_check(result, "the first exchange over NCCL");
+        SPAR_TRY(spar_nccl_check_async(comm, "the first exchange over NCCL"));
+        SPAR_TRY(spar_deadline_pause(deadline, &pauses, "during the first exchange over NCCL"));
     }
-    return end_group(comm, &endless, status);
 }
 
 /* ---- a call ---- */
@@ -172,29 +149,21 @@ static spar_status begin(spar_pipeline *pipeline, const spar_call *call)
 
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes)
 {
-    pipeline->prepared = NULL;
-    if (spar_driver_capture(call->stream, &pipeline->capture) != SPAR_OK)
-        return SPAR_OK;
-    SPAR_TRY(begin(pipeline, call));
-    *bytes = (1 + (pipeline->steps > 1)) * (pipeline->push.size + pipeline->pull.size);
-    if (*bytes <= SPAR_PIPELINE_KEPT && pipeline->steps <= 1 && !pipeline->capture)
-        *bytes = 0;
-    count_staging(*bytes);
-    pipeline->prepared = call;
-    return SPAR_OK;
-}
-
-spar_status spar_pipeline_check(spar_pipeline *pipeline, const spar_call *call)
-{
     uint64_t other = 0;
-    if (pipeline->prepared != call)
-        SPAR_TRY(spar_driver_capture(call->stream, &pipeline->capture));
+    pipeline->prepared = NULL;
+    SPAR_TRY(spar_driver_capture(call->stream, &pipeline->capture));
     if (pipeline->capture)
         SPAR_TRY(spar_driver_capture(pipeline->side_streams[1].stream, &other));
     if (other && other != pipeline->capture)
         return spar_fail(SPAR_TRANSPORT,
                          "another capture has calls of this group; end it before this one, or use a group "
                          "of its own");
+    SPAR_TRY(begin(pipeline, call));
+    *bytes = (1 + (pipeline->steps > 1)) * (pipeline->push.size + pipeline->pull.size);
+    if (*bytes <= SPAR_PIPELINE_KEPT && pipeline->steps <= 1 && !pipeline->capture)
+        *bytes = 0;
+    count_staging(*bytes);
+    pipeline->prepared = call;
     return SPAR_OK;
 }
 
@@ -234,18 +203,10 @@ static spar_status copy_own(const spar_call *call, void *stream)
                     : SPAR_OK;
 }
 
-/* After a failed call the caller's stream waits for the side stream, which may still use the call's
- * tensors. */
-static void join_side_stream(const spar_side_stream *side_stream, CUstream caller)
+static CUresult wait_for(CUstream waiting, CUevent event, CUstream awaited)
 {
-    if (spar_cu.EventRecord(side_stream->to_caller, side_stream->stream) == SPAR_CU_SUCCESS)
-        spar_cu.StreamWaitEvent(caller, side_stream->to_caller, 0);
-}
-
-static spar_status wait_for(CUstream waiting, CUevent event, CUstream awaited)
-{
-    SPAR_TRY(check(spar_cu.EventRecord(event, awaited)));
-    return check(spar_cu.StreamWaitEvent(waiting, event, 0));
+    CUresult result = spar_cu.EventRecord(event, awaited);
+    return result == SPAR_CU_SUCCESS ? spar_cu.StreamWaitEvent(waiting, event, 0) : result;
 }
 
 /* While step i is on the wire, the side stream unpacks step i - 1 and packs step i + 1. Events are recorded
@@ -254,7 +215,7 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
                                  spar_watchdog *watchdog, const spar_side_stream *side_stream, int64_t steps)
 {
     CUstream caller = call->stream, side = side_stream->stream;
-    SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
+    SPAR_TRY(check(wait_for(side, side_stream->to_side, caller))); /* the inputs */
     SPAR_TRY(pack(pipeline, call, 0, side));
     SPAR_TRY(check(spar_cu.EventRecord(side_stream->to_caller, side)));
     SPAR_TRY(copy_own(call, side));
@@ -273,28 +234,25 @@ static spar_status run_pipelined(spar_pipeline *pipeline, const spar_call *call,
         SPAR_TRY(check(spar_cu.EventRecord(side_stream->to_caller, side)));
     }
     SPAR_TRY(check(spar_cu.StreamWaitEvent(side, side_stream->to_side, 0)));
-    SPAR_TRY(unpack(pipeline, call, side));
-    return wait_for(caller, side_stream->to_caller, side);
+    return unpack(pipeline, call, side);
 }
 
 /* The own part is copied with what is packed, or beside the wire if it is large. */
 static spar_status run_single(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
-                              spar_watchdog *watchdog, const spar_side_stream *side_stream)
+                              spar_watchdog *watchdog, const spar_side_stream *side_stream, int beside)
 {
     CUstream caller = call->stream, side = side_stream->stream;
-    int beside = call->plan->push[call->plan->rank].bytes >= LARGE;
     SPAR_TRY(spar_schedule_step(&pipeline->push, 0, buffer_of(pipeline, call, 0, 0)));
     SPAR_TRY(spar_schedule_step(&pipeline->pull, 0, buffer_of(pipeline, call, 0, 1)));
     if (beside)
-        SPAR_TRY(wait_for(side, side_stream->to_side, caller)); /* the inputs */
+        SPAR_TRY(check(wait_for(side, side_stream->to_side, caller))); /* the inputs */
     else
         SPAR_TRY(spar_schedule_add_own(&pipeline->push));
     SPAR_TRY(copy_spans(call, &pipeline->push, &call->scale, caller));
     SPAR_TRY(exchange(pipeline, call, comm, watchdog));
     if (beside)
         SPAR_TRY(copy_own(call, side));
-    SPAR_TRY(unpack(pipeline, call, caller));
-    return beside ? wait_for(caller, side_stream->to_caller, side) : SPAR_OK;
+    return unpack(pipeline, call, caller);
 }
 
 /* NCCL copies the own part, too. */
@@ -304,13 +262,12 @@ static spar_status gather(spar_pipeline *pipeline, const spar_call *call, struct
     SPAR_TRY(pack(pipeline, call, 0, call->stream));
     if (!pipeline->push.nmessages)
         return SPAR_OK;
+    if (spar_watchdog_broken(watchdog)) /* the communicator may be about to be freed */
+        return SPAR_BROKEN;
     const spar_message *m = pipeline->push.messages;
-    const char *base = m->tensor < 0 ? pipeline->push.staging : call->inputs[0];
-    SPAR_TRY(check_broken(watchdog));
-    spar_nccl_result result = spar_nccl.AllGather(base + m->at, call->outputs[0], (size_t)m->bytes,
-                                                  SPAR_NCCL_UINT8, comm, call->stream);
-    SPAR_TRY(spar_nccl_check(result, "ncclAllGather"));
-    return result == SPAR_NCCL_IN_PROGRESS ? await_enqueued(comm, &call->deadline) : SPAR_OK;
+    spar_nccl_result result =
+        spar_nccl.AllGather(m->at, call->outputs[0], (size_t)m->bytes, SPAR_NCCL_UINT8, comm, call->stream);
+    return spar_nccl_await(result, comm, &call->deadline, "ncclAllGather");
 }
 
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
@@ -318,14 +275,15 @@ spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, st
 {
     const spar_side_stream *side_stream = &pipeline->side_streams[pipeline->capture != 0];
     int64_t steps = pipeline->steps;
-    if (pipeline->prepared != call)
-        return spar_fail(SPAR_INTERNAL, "a call that was not prepared");
+    int beside = steps > 1 || call->plan->push[call->plan->rank].bytes >= LARGE;
     pipeline->prepared = NULL;
     if (steps == 0)
         return gather(pipeline, call, comm, watchdog);
     spar_status status = steps > 1 ? run_pipelined(pipeline, call, comm, watchdog, side_stream, steps)
-                                   : run_single(pipeline, call, comm, watchdog, side_stream);
-    if (status != SPAR_OK)
-        join_side_stream(side_stream, call->stream);
-    return status;
+                                   : run_single(pipeline, call, comm, watchdog, side_stream, beside);
+    if (!beside)
+        return status;
+    /* also after a failure: the side stream may still use the call's tensors */
+    CUresult joined = wait_for(call->stream, side_stream->to_caller, side_stream->stream);
+    return status == SPAR_OK ? check(joined) : status;
 }

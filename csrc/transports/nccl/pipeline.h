@@ -41,25 +41,24 @@ typedef struct {
  * allocation takes about as long on the host as everything else in the pipeline. */
 enum { SPAR_PIPELINE_KEPT = 1 << 16 };
 
-/* Opens it with this rank's cap, for world >= 2; here and below the device is entered. On failure nothing is
- * kept. */
+/* Opens it with this rank's cap, for world >= 2; here and below the device is entered. After a failure it is
+ * closed if it has memory. */
 spar_status spar_pipeline_open(spar_pipeline *pipeline, int world, int rank, int64_t cap);
 
-/* Begins a call, and computes the bytes of staging memory that it needs of the caller. Nothing is prepared if
- * the call's stream cannot be queried: the caller asks it again, for the error. */
+/* Begins a call, and computes the bytes of staging memory that it needs of the caller. Fails if the call's
+ * stream is captured while another capture has calls that use the side stream. */
 spar_status spar_pipeline_prepare(spar_pipeline *pipeline, const spar_call *call, int64_t *bytes);
 
-/* Fails if the call's stream cannot be queried, or is captured while another capture has calls that use the
- * side stream. */
-spar_status spar_pipeline_check(spar_pipeline *pipeline, const spar_call *call);
-
 /* One exchange, the call that was prepared last, into its stream, which has waited for the calls before
- * unless it is captured. The call has its staging memory. Each step checks the watchdog first. */
+ * unless it is captured. The call has its staging memory. Each step checks the watchdog first: SPAR_BROKEN,
+ * without a text, if that is broken. */
 spar_status spar_pipeline_run(spar_pipeline *pipeline, const spar_call *call, struct ncclComm *comm,
                               spar_watchdog *watchdog);
 
-/* Exchanges a byte with every peer in the side stream, which makes NCCL connect; may wait for the peers. */
-spar_status spar_pipeline_connect(spar_pipeline *pipeline, struct ncclComm *comm);
+/* Exchanges a byte with every peer in the side stream, which makes NCCL connect. Waits for the peers, while
+ * the deadline is not cancelled, and in NCCL without a limit. */
+spar_status spar_pipeline_connect(const spar_pipeline *pipeline, struct ncclComm *comm,
+                                  const spar_deadline *deadline);
 
 /* Waits for the side streams. */
 void spar_pipeline_close(spar_pipeline *pipeline);

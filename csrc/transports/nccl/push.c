@@ -180,20 +180,17 @@ static spar_status setup(spar_comm *comm, spar_setup_result *result)
     return spar_nccl_make_state(comm, result, &s);
 }
 
+static spar_status open_slots(spar_comm *comm, const spar_deadline *deadline)
+{
+    spar_nccl_state *s = comm->state;
+    (void)deadline;
+    return spar_push_open(comm->world, comm->rank, &comm->slots, &s->push);
+}
+
 static spar_status connect_slots(spar_comm *comm, const spar_setup_result *results,
                                  const spar_deadline *deadline)
 {
-    spar_nccl_state *s = comm->state;
-    spar_entered before;
-    SPAR_TRY(spar_nccl_connect_ring(s, comm, results, deadline));
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    spar_status status = spar_push_open(s->world, s->rank, &comm->slots, &s->push);
-    if (status == SPAR_OK)
-        status = spar_nccl_watch(s);
-    spar_cuda_leave(&before);
-    if (status != SPAR_OK && s->ring)
-        spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
-    return status;
+    return spar_nccl_connect_state(comm, results, deadline, open_slots);
 }
 
 /* ---- the transport ---- */

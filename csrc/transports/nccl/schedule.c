@@ -123,28 +123,31 @@ void spar_schedule_free(spar_schedule *side)
     *side = (spar_schedule){0};
 }
 
-static spar_status add_message(spar_schedule *side, int peer, int tensor, int64_t at, int64_t bytes)
+static spar_status add_message(spar_schedule *side, int peer, char *at, int64_t bytes)
 {
     SPAR_TRY(spar_reserve((void **)&side->messages, &side->message_room, side->nmessages + 1,
                           sizeof *side->messages, "parts of a step"));
-    side->messages[side->nmessages++] = (spar_message){peer, tensor, at, bytes};
+    side->messages[side->nmessages++] = (spar_message){peer, at, bytes};
     return SPAR_OK;
 }
 
-/* Adds the span of bytes low to high of a stream, staged from byte `at`. */
-static spar_status add_span(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t at)
+static spar_status add_span(spar_schedule *side, spar_span span)
+{
+    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans,
+                          "parts of a step"));
+    side->spans[side->nspans++] = span;
+    return SPAR_OK;
+}
+
+/* Stages bytes low to high of a stream at this address. */
+static spar_status stage(spar_schedule *side, int peer, int64_t low, int64_t high, char *at)
 {
     spar_span *last = side->nspans ? &side->spans[side->nspans - 1] : NULL;
-    if (last && last->peer == peer && last->high == low &&
-        (char *)last->wire + (low - last->low) == side->staging + at) {
+    if (last && last->peer == peer && last->high == low && (char *)last->wire + (low - last->low) == at) {
         last->high = high;
         return SPAR_OK;
     }
-    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans,
-                          "parts of a step"));
-    side->spans[side->nspans++] =
-        (spar_span){peer, side->pulls ? SPAR_UNPACK : SPAR_PACK, low, high, side->staging + at};
-    return SPAR_OK;
+    return add_span(side, (spar_span){peer, side->pulls ? SPAR_UNPACK : SPAR_PACK, low, high, at});
 }
 
 /* The length of a block, and whether it is contiguous in this rank's tensor. */
@@ -161,10 +164,14 @@ static int64_t measure(const spar_schedule *side, const spar_block *block, int *
 }
 
 /* The address of byte `at` of a block in this rank's tensor. */
-static uintptr_t address_of(const spar_schedule *side, const spar_block *block, int64_t at)
+static char *address_of(const spar_schedule *side, const spar_block *block, int64_t at)
 {
-    return (uintptr_t)side->tensors[block->tensor] +
-           (uintptr_t)((side->pulls ? block->dst : block->src) + at);
+    return (char *)(uintptr_t)side->tensors[block->tensor] + (side->pulls ? block->dst : block->src) + at;
+}
+
+static int is_aligned(const char *address)
+{
+    return (uintptr_t)address % (uintptr_t)ALIGNMENT == 0;
 }
 
 /* Whether a part of the stream may be staged. */
@@ -176,8 +183,8 @@ static int is_staged(const spar_schedule *side, const spar_range *range, int64_t
         const spar_block *block = &side->plan->blocks[range->first + i];
         int in_one_piece;
         int64_t bytes = measure(side, block, &in_one_piece);
-        if ((bytes < ALONE && range->count > 1) || !in_one_piece ||
-            address_of(side, block, 0) % (uintptr_t)ALIGNMENT || (steps > 1 && start % ALIGNMENT))
+        if ((bytes < ALONE && range->count > 1) || !in_one_piece || !is_aligned(address_of(side, block, 0)) ||
+            (steps > 1 && start % ALIGNMENT))
             return 1;
         start += bytes;
     }
@@ -213,33 +220,32 @@ spar_status spar_schedule_begin(spar_schedule *side, const spar_plan *plan, int 
     return SPAR_OK;
 }
 
-/* Schedules bytes low to high of one stream in a step, staged from byte `area`. */
-static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high, int64_t area)
+/* Schedules bytes low to high of one stream in a step. */
+static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64_t high)
 {
     const spar_range *range = &(side->pulls ? side->plan->pull : side->plan->push)[peer];
     spar_stream *stream = &side->streams[peer];
-    int64_t joined = low; /* start of the blocks that share the next message */
-    int64_t place = area; /* that message's offset in the staging buffer */
+    int64_t joined = low;                       /* start of the blocks that share the next message */
+    char *place = side->staging + stream->area; /* where that message is staged */
     for (int64_t at = low, until; at < high; at = until) {
         const spar_block *block = &side->plan->blocks[range->first + stream->block];
         int in_one_piece;
         int64_t bytes = measure(side, block, &in_one_piece), end = stream->start + bytes;
         int alone = bytes >= ALONE || range->count == 1;
         until = end < high ? end : high;
-        uintptr_t address = address_of(side, block, at - stream->start);
+        char *address = address_of(side, block, at - stream->start);
         if (alone && at > joined) {
-            SPAR_TRY(add_message(side, peer, -1, place, at - joined));
-            place = aligned(place + at - joined);
+            SPAR_TRY(add_message(side, peer, place, at - joined));
+            place += aligned(at - joined);
             joined = at;
         }
-        if (alone && in_one_piece && address % (uintptr_t)ALIGNMENT == 0 && !side->all) {
-            int64_t begin = (int64_t)(address - (uintptr_t)side->tensors[block->tensor]);
-            SPAR_TRY(add_message(side, peer, block->tensor, begin, until - at));
+        if (alone && in_one_piece && is_aligned(address) && !side->all) {
+            SPAR_TRY(add_message(side, peer, address, until - at));
         } else {
-            SPAR_TRY(add_span(side, peer, at, until, place + at - joined));
+            SPAR_TRY(stage(side, peer, at, until, place + at - joined));
             if (alone) {
-                SPAR_TRY(add_message(side, peer, -1, place, until - at));
-                place = aligned(place + until - at);
+                SPAR_TRY(add_message(side, peer, place, until - at));
+                place += aligned(until - at);
             }
         }
         if (alone)
@@ -249,7 +255,7 @@ static spar_status step_stream(spar_schedule *side, int peer, int64_t low, int64
             stream->start = end;
         }
     }
-    return high > joined ? add_message(side, peer, -1, place, high - joined) : SPAR_OK;
+    return high > joined ? add_message(side, peer, place, high - joined) : SPAR_OK;
 }
 
 spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging)
@@ -267,12 +273,12 @@ spar_status spar_schedule_step(spar_schedule *side, int64_t step, char *staging)
         if (i > 1 && is_shared(side, first, peer)) {
             for (int64_t k = 0; k < messages; k++) {
                 spar_message same = side->messages[k];
-                SPAR_TRY(add_message(side, peer, same.tensor, same.at, same.bytes));
+                SPAR_TRY(add_message(side, peer, same.at, same.bytes));
             }
             continue;
         }
         if (low < high)
-            SPAR_TRY(step_stream(side, peer, low, high, stream->area));
+            SPAR_TRY(step_stream(side, peer, low, high));
         if (i == 1)
             messages = side->nmessages;
     }
@@ -283,9 +289,5 @@ spar_status spar_schedule_add_own(spar_schedule *side)
 {
     const spar_plan *plan = side->plan;
     int64_t bytes = plan->push[plan->rank].bytes;
-    SPAR_TRY(spar_reserve((void **)&side->spans, &side->span_room, side->nspans + 1, sizeof *side->spans,
-                          "parts of a step"));
-    side->spans[side->nspans] = (spar_span){plan->rank, SPAR_PUSH, 0, bytes, NULL};
-    side->nspans += bytes > 0;
-    return SPAR_OK;
+    return bytes ? add_span(side, (spar_span){plan->rank, SPAR_PUSH, 0, bytes, NULL}) : SPAR_OK;
 }

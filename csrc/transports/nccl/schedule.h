@@ -14,11 +14,11 @@
 
 #include "devices/cuda/cuda.h"
 
-/* A message to or from `peer`, at byte `at` of this rank's tensor, or of its staging buffer if tensor is
- * -1. */
+/* A message to or from `peer`, in a tensor of this rank or in its staging buffer. */
 typedef struct {
-    int peer, tensor;
-    int64_t at, bytes;
+    int peer;
+    char *at;
+    int64_t bytes;
 } spar_message;
 
 /* One peer's stream. */

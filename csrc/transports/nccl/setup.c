@@ -20,54 +20,41 @@ enum { GRACE = 20 }; /* polls for a thread to leave NCCL before its communicator
 typedef struct {
     spar_nccl_id id; /* rank 0's, if the ranks may need their own communicator */
     int64_t cap;     /* on a call's staging memory */
-    uint32_t host;   /* its hash */
     int32_t has_native, has_id;
 } token;
 
 _Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token), "it travels in the setup result");
 
-void spar_nccl_release(void *state)
+void *spar_nccl_release(void *state)
 {
     spar_nccl_state *s = state;
+    spar_entered before;
     if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
-        return;
-    if (s->has_pipeline)
+        return NULL;
+    if (spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
+        return NULL; /* the device is gone, with its memory */
+    if (s->pipeline.memory)
         spar_pipeline_close(&s->pipeline);
     spar_push_close(s->push);
     spar_ring_close(s->ring);
     spar_group_close(s->group);
+    spar_cuda_leave(&before);
     pthread_cond_destroy(&s->connected);
     pthread_mutex_destroy(&s->lock);
     free(s);
+    return NULL;
 }
 
-/* Hashes what NCCL takes for the host, too: the variable, or the id of its kernel's start. */
-static uint32_t hash_host(void)
-{
-    const char *given = getenv("NCCL_HOSTID");
-    char id[64] = "";
-    uint64_t hash = 1;
-    FILE *file = given ? NULL : fopen("/proc/sys/kernel/random/boot_id", "re");
-    if (file && !fgets(id, sizeof id, file))
-        *id = 0;
-    if (file)
-        fclose(file);
-    for (const char *c = given ? given : id; *c; c++)
-        hash = spar_hash(hash, *c);
-    return (uint32_t)(hash >> 32);
-}
-
-static spar_status make(spar_nccl_state *s, const spar_native *native, token *own)
+static spar_status make(spar_nccl_state *s, const spar_comm *comm, token *own)
 {
     spar_env_value most;
     SPAR_TRY(spar_env_field("staging_max", &most));
-    SPAR_TRY(spar_pipeline_open(&s->pipeline, s->world, s->rank, most.count));
-    s->has_pipeline = 1;
-    s->native = native->comm;
-    own->has_native = native->comm != NULL;
+    SPAR_TRY(spar_pipeline_open(&s->pipeline, comm->world, comm->rank, most.count));
+    s->pipeline.apart = comm->nfar > 0;
+    s->native = comm->native.comm;
+    own->has_native = s->native != NULL;
     own->cap = most.count;
-    own->host = hash_host();
-    if (s->rank == 0 && !own->has_native) {
+    if (comm->rank == 0 && !own->has_native) {
         SPAR_NCCL_TRY(GetUniqueId(&own->id));
         own->has_id = 1;
     }
@@ -78,7 +65,7 @@ static spar_status make(spar_nccl_state *s, const spar_native *native, token *ow
 static void open_ring(spar_nccl_state *s, const spar_comm *comm, int64_t *offset)
 {
     char reason[96];
-    if (!spar_rendezvous_possible(comm->info, s->world, 0, reason, sizeof reason) ||
+    if (!spar_rendezvous_possible(comm->info, comm->world, 0, reason, sizeof reason) ||
         spar_rendezvous_begin(comm, spar_ring_room(), &s->group, offset) != SPAR_OK ||
         spar_ring_open(s->group, &s->ring) != SPAR_OK)
         *offset = -1;
@@ -95,8 +82,6 @@ spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spa
     spar_cond_init(&s->connected);
     pthread_mutex_init(&s->lock, NULL);
     s->refs = 1;
-    s->world = comm->world;
-    s->rank = comm->rank;
     s->ordinal = comm->native.ordinal;
     s->compare = strcmp(check.text, "0") != 0;
     comm->state = *state = s;
@@ -113,41 +98,32 @@ spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
     SPAR_TRY(spar_nccl_open());
     SPAR_TRY(spar_nccl_make_state(comm, result, &s));
     SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    spar_status status = make(s, &comm->native, &own);
+    spar_status status = make(s, comm, &own);
     spar_cuda_leave(&before);
     memcpy(result->token, &own, sizeof own);
     return status;
 }
 
-static int is_abandoned(spar_nccl_state *s)
+static int is_abandoned(void *state)
 {
+    spar_nccl_state *s = state;
     pthread_mutex_lock(&s->lock);
     int abandoned = s->abandoned;
     pthread_mutex_unlock(&s->lock);
     return abandoned;
 }
 
-/* Waits until a communicator that does not block (NCCL_COMM_BLOCKING=0) is ready, or nobody waits for it. */
-static spar_status await_ready(spar_nccl_state *s, struct ncclComm *comm)
-{
-    const struct timespec moment = {0, 200000};
-    for (;;) {
-        spar_nccl_result result = SPAR_NCCL_SUCCESS;
-        SPAR_NCCL_TRY(CommGetAsyncError(comm, &result));
-        if (result != SPAR_NCCL_IN_PROGRESS || is_abandoned(s))
-            return spar_nccl_check(result, "ncclCommInitRank");
-        nanosleep(&moment, NULL);
-    }
-}
-
-/* Runs the NCCL calls that may block on peers without a limit; on a thread of its own. */
+/* Runs the NCCL calls that may block on peers without a limit, and the first exchange, which connects all
+ * pairs of ranks; on a thread of its own. */
 static spar_status init_communicator(spar_nccl_state *s)
 {
+    const spar_deadline until = {.interrupted = is_abandoned, .context = s};
     struct ncclComm *comm = s->native;
-    int world, rank;
+    int world, rank, own_world = s->pipeline.world, own_rank = s->pipeline.rank;
     if (!comm) {
-        SPAR_NCCL_TRY(CommInitRank(&comm, s->world, s->id, s->rank));
-        spar_status status = await_ready(s, comm);
+        spar_nccl_result begun = spar_nccl.CommInitRank(&comm, own_world, s->id, own_rank);
+        SPAR_TRY(spar_nccl_check(begun, "ncclCommInitRank"));
+        spar_status status = spar_nccl_await(begun, comm, &until, "ncclCommInitRank");
         pthread_mutex_lock(&s->lock);
         int abandoned = s->abandoned || status != SPAR_OK;
         s->own = abandoned ? NULL : comm;
@@ -159,10 +135,10 @@ static spar_status init_communicator(spar_nccl_state *s)
     }
     SPAR_NCCL_TRY(CommCount(comm, &world));
     SPAR_NCCL_TRY(CommUserRank(comm, &rank));
-    if (world != s->world || rank != s->rank)
+    if (world != own_world || rank != own_rank)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is rank %d of %d; expected %d of %d", rank,
-                         world, s->rank, s->world);
-    return spar_pipeline_connect(&s->pipeline, comm);
+                         world, own_rank, own_world);
+    return spar_pipeline_connect(&s->pipeline, comm, &until);
 }
 
 static void *set_up_thread(void *context)
@@ -170,21 +146,16 @@ static void *set_up_thread(void *context)
     spar_nccl_state *s = context;
     spar_entered before;
     spar_status status = spar_cuda_enter(s->ordinal, &before);
-    int entered = status == SPAR_OK;
-    if (entered)
+    if (status == SPAR_OK) {
         status = init_communicator(s);
-    pthread_mutex_lock(&s->lock);
-    s->finished = 1;
-    s->status = status;
-    snprintf(s->text, sizeof s->text, "%s", status == SPAR_OK ? "" : spar_last_error());
-    s->ranks = *spar_last_error_ranks();
-    pthread_cond_signal(&s->connected);
-    pthread_mutex_unlock(&s->lock);
-    if (entered) { /* else the device is gone, with its memory */
-        spar_nccl_release(s);
         spar_cuda_leave(&before);
     }
-    return NULL;
+    pthread_mutex_lock(&s->lock);
+    s->finished = 1;
+    spar_failure_keep(&s->result, status);
+    pthread_cond_signal(&s->connected);
+    pthread_mutex_unlock(&s->lock);
+    return spar_nccl_release(s);
 }
 
 /* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this
@@ -202,97 +173,76 @@ static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *dea
     return SPAR_OK;
 }
 
-/* After a failure, waits for the thread that is inside NCCL, since an abort would free what it uses. Requires
- * the lock. A thread that waits for a peer is left to a revocation (NCCL 2.28.7), else to the abort. No abort
- * follows a revocation, since it would not wait for what the thread launches: the communicator stays. */
-static void end_first_exchange(spar_nccl_state *s)
+/* After a failure, the thread has time to leave NCCL, since an abort, torch's too, would free what it uses. A
+ * thread that waits for a peer is left to a revocation (NCCL 2.28.7), else to the abort. No abort follows a
+ * revocation, since it would not wait for what the thread launches: the communicator stays. */
+static spar_status connect_communicator(spar_comm *comm, const spar_deadline *deadline)
 {
-    for (int i = 0; s->own && !s->finished && i < GRACE; i++)
-        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
-    if (s->own && !s->finished && spar_nccl.CommRevoke) {
-        struct ncclComm *comm = s->own;
-        s->own = NULL;
-        pthread_mutex_unlock(&s->lock);
-        spar_nccl.CommRevoke(comm, 0);
-        pthread_mutex_lock(&s->lock);
-    }
-}
-
-static spar_status await_communicator(spar_nccl_state *s, const spar_deadline *deadline)
-{
+    spar_nccl_state *s = comm->state;
     spar_status status = SPAR_OK;
+    __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
+    int error = spar_thread_start(set_up_thread, s);
+    if (error) {
+        spar_nccl_release(s);
+        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
+    }
     pthread_mutex_lock(&s->lock);
     while (!s->finished && status == SPAR_OK) {
         spar_cond_wait(&s->connected, &s->lock, POLL_NS);
-        if (s->finished)
-            break;
         pthread_mutex_unlock(&s->lock);
         status = poll_setup(s, deadline);
         pthread_mutex_lock(&s->lock);
     }
-    if (s->finished)
-        status = s->status == SPAR_OK ? SPAR_OK : spar_fail_ranks(s->status, &s->ranks, "%s", s->text);
-    else
-        end_first_exchange(s);
     s->abandoned = !s->finished;
+    if (s->finished)
+        status = spar_failure_raise(&s->result);
+    for (int i = 0; (s->own || s->native) && !s->finished && i < GRACE; i++)
+        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
+    int revokes = !s->finished && spar_nccl.CommRevoke;
     if (stuck)
         s->own = NULL;
     pthread_mutex_unlock(&s->lock);
-    if (stuck)
+    if (stuck && revokes)
+        spar_nccl.CommRevoke(stuck, 0);
+    else if (stuck)
         spar_nccl.CommAbort(stuck);
     return status;
 }
 
-/* Waits for the first exchange, which connects all pairs of ranks. */
-static spar_status await_first_exchange(const spar_nccl_state *s, const spar_deadline *deadline)
+static spar_status agree_on_communicator(const spar_comm *comm, const spar_setup_result *results)
 {
-    const struct timespec moment = {0, 200000};
-    for (int polls = 1;; polls++) {
-        CUresult result = spar_cu.StreamQuery(s->pipeline.side_streams[0].stream);
-        if (result != SPAR_CU_NOT_READY)
-            return spar_driver_check(result, "the first exchange over NCCL");
-        if (polls % 100 == 0) {
-            SPAR_TRY(spar_nccl_check_async(s->own ? s->own : s->native, "the first exchange over NCCL"));
-            SPAR_TRY(poll_setup(s, deadline));
-        }
-        nanosleep(&moment, NULL);
-    }
-}
-
-static spar_status agree_on_communicator(spar_nccl_state *s, const spar_setup_result *results)
-{
+    spar_nccl_state *s = comm->state;
     int natives = 0;
+    int64_t least = (int64_t)(comm->world - 1) * SPAR_SCHEDULE_LEAST;
     token first, other;
     memcpy(&first, results[0].token, sizeof first);
-    for (int rank = 0; rank < s->world; rank++) {
+    for (int rank = 0; rank < comm->world; rank++) {
         memcpy(&other, results[rank].token, sizeof other);
         natives += other.has_native == 1;
-        if (other.cap < (int64_t)(s->world - 1) * SPAR_SCHEDULE_LEAST)
+        if (other.cap < least)
             return spar_fail_rank(SPAR_TRANSPORT, rank,
                                   "rank %d published a cap of %lld bytes on staging memory; expected %lld",
-                                  rank, (long long)other.cap,
-                                  (long long)(s->world - 1) * SPAR_SCHEDULE_LEAST);
+                                  rank, (long long)other.cap, (long long)least);
         if (other.cap < s->pipeline.cap)
             s->pipeline.cap = other.cap;
-        s->pipeline.apart |= other.host != first.host;
     }
-    if (natives == s->world)
+    if (natives == comm->world)
         return SPAR_OK;
     s->native = NULL;
     if (!first.has_id)
         return spar_fail(SPAR_TRANSPORT, "only %d of %d ranks have torch's NCCL communicator", natives,
-                         s->world);
+                         comm->world);
     s->id = first.id;
     return SPAR_OK;
 }
 
 /* If one rank has no call ring, no rank uses it. */
-spar_status spar_nccl_connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
-                                   const spar_deadline *deadline)
+static spar_status connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
+                                const spar_deadline *deadline)
 {
     int all = s->ring != NULL;
-    for (int rank = 0; rank < s->world; rank++)
+    for (int rank = 0; rank < comm->world; rank++)
         all = all && results[rank].offset >= 0;
     spar_status status = all ? spar_rendezvous_end(comm, s->group, results, deadline) : SPAR_TRANSPORT;
     if (status == SPAR_OK) {
@@ -307,47 +257,33 @@ spar_status spar_nccl_connect_ring(spar_nccl_state *s, spar_comm *comm, const sp
     return spar_ends_wait(status) ? status : SPAR_OK;
 }
 
-static spar_status init_and_await(spar_nccl_state *s, const spar_deadline *deadline)
+spar_status spar_nccl_connect_state(spar_comm *comm, const spar_setup_result *results,
+                                    const spar_deadline *deadline,
+                                    spar_status (*connect)(spar_comm *comm, const spar_deadline *deadline))
 {
-    __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
-    int error = spar_thread_start(set_up_thread, s);
-    if (error) {
-        spar_nccl_release(s);
-        return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
+    spar_nccl_state *s = comm->state;
+    spar_entered before;
+    SPAR_TRY(connect_ring(s, comm, results, deadline));
+    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
+    spar_status status = connect(comm, deadline);
+    if (status == SPAR_OK) {
+        const spar_watchdog_target what = {.comm = s->own,
+                                           .ordinal = s->ordinal,
+                                           .ring = s->ring,
+                                           .stop = s->push ? s->push->stop : NULL,
+                                           .release = spar_nccl_release,
+                                           .context = s};
+        status = spar_watchdog_open(&what, &s->watchdog);
     }
-    SPAR_TRY(await_communicator(s, deadline));
-    spar_status status = await_first_exchange(s, deadline);
-    if (status == SPAR_OK || !s->own)
-        return status;
-    spar_nccl.CommAbort(s->own);
-    s->own = NULL;
+    spar_cuda_leave(&before);
+    if (status != SPAR_OK && s->ring)
+        spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
     return status;
-}
-
-spar_status spar_nccl_watch(spar_nccl_state *s)
-{
-    const spar_watchdog_target what = {.comm = s->own,
-                                       .ordinal = s->ordinal,
-                                       .ring = s->ring,
-                                       .stop = s->push ? s->push->stop : NULL,
-                                       .release = spar_nccl_release,
-                                       .context = s};
-    return spar_watchdog_open(&what, &s->watchdog);
 }
 
 spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline)
 {
-    spar_nccl_state *s = comm->state;
-    spar_entered before;
-    SPAR_TRY(agree_on_communicator(s, results));
-    SPAR_TRY(spar_nccl_connect_ring(s, comm, results, deadline));
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    spar_status status = init_and_await(s, deadline);
-    if (status == SPAR_OK)
-        status = spar_nccl_watch(s);
-    spar_cuda_leave(&before);
-    if (status != SPAR_OK && s->ring)
-        spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
-    return status;
+    SPAR_TRY(agree_on_communicator(comm, results));
+    return spar_nccl_connect_state(comm, results, deadline, connect_communicator);
 }

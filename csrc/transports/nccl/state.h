@@ -14,10 +14,9 @@ typedef struct {
     pthread_mutex_t lock; /* held during a call; protects what follows */
     pthread_cond_t connected;
     int refs; /* atomic: held by the comm or its watchdog, and by the thread that sets NCCL up */
-    int world, rank, ordinal;
+    int ordinal;
     spar_nccl_id id;
     spar_pipeline pipeline;
-    int has_pipeline;
     spar_push_state *push; /* moves the bytes; NULL: NCCL does */
     spar_group *group;     /* joins the ranks if all are on one host; else NULL, as is its ring */
     spar_ring *ring;
@@ -25,14 +24,9 @@ typedef struct {
     uint64_t calls;
     struct ncclComm *own, *native; /* native: torch's, at the set-up */
     spar_watchdog *watchdog;
-    void *stream; /* in which the newest call runs */
-    int called;
-    /* The thread that sets NCCL up sets `finished`, with status and text. `abandoned`: no thread waits for
-     * it. */
+    /* The thread that sets NCCL up sets `finished`, with its result. `abandoned`: no thread waits for it. */
     int finished, abandoned;
-    spar_status status;
-    char text[256];
-    spar_ranks ranks; /* that caused it */
+    spar_failure result;
 } spar_nccl_state;
 
 /* Whether the device is "cuda", and no rank has a reason against it in its field at `why_not`; else why. */
@@ -45,11 +39,12 @@ spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline);
 
 /* Stages that other transports share: the state with its ring, in the first one; in the second one, the ring
- * is connected on all ranks or dropped, and then the watchdog opened, with the device entered. */
+ * is connected on all ranks or dropped, then `connect` called, with the device entered, and the watchdog
+ * opened. */
 spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spar_nccl_state **state);
-spar_status spar_nccl_connect_ring(spar_nccl_state *state, spar_comm *comm, const spar_setup_result *results,
-                                   const spar_deadline *deadline);
-spar_status spar_nccl_watch(spar_nccl_state *state);
+spar_status spar_nccl_connect_state(spar_comm *comm, const spar_setup_result *results,
+                                    const spar_deadline *deadline,
+                                    spar_status (*connect)(spar_comm *comm, const spar_deadline *deadline));
 
 /* Slots of each transport with this state. */
 spar_status spar_nccl_run(spar_comm *comm, spar_call *call);
@@ -57,7 +52,7 @@ spar_status spar_nccl_wait(spar_comm *comm, const spar_deadline *deadline);
 const char *spar_nccl_broken(const spar_comm *comm);
 void spar_nccl_close(spar_comm *comm);
 
-/* Drops a reference to the state. The last one frees it; the device must be entered. */
-void spar_nccl_release(void *state);
+/* Drops a reference to the state. The last one frees it, which waits for the device. Returns NULL. */
+void *spar_nccl_release(void *state);
 
 #endif

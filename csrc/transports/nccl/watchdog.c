@@ -9,7 +9,6 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 enum {
     SLOTS = 64,
@@ -28,20 +27,20 @@ struct spar_watchdog {
     spar_watchdog *next;
     spar_watchdog_target what;
     uint64_t call;
-    int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none, -1: no limit */
+    int64_t inside_ns; /* the deadline of a call that has not returned to its caller; 0: none is inside */
     int grace;         /* polls that have waited for that call to return */
     int capturing;     /* that call is captured */
-    CUevent last;      /* recorded after the newest watched call */
+    CUevent last;      /* recorded after the newest watched call, */
+    void *stream;      /* in this stream */
     uint32_t *ended;   /* page-locked: the stream writes the number of each watched call after it */
     slot slots[SLOTS];
-    int first, count;   /* the slots in use */
-    spar_status status; /* atomic; other than SPAR_OK: broken, with the reason */
-    char reason[SPAR_GROUP_TEXT];
-    spar_ranks ranks; /* that caused it */
+    int first, count; /* the slots in use */
+    int failed;       /* atomic: broken for good, by the failure */
+    spar_failure failure;
     int reported, closing, captured;
     int revoked;              /* a revocation of the communicator was tried */
     int busy;                 /* a thread revokes or aborts it */
-    struct ncclComm *aborted; /* what a thread aborts; what.comm is NULL then */
+    struct ncclComm *aborted; /* what that thread aborts; NULL: it revokes what.comm */
 };
 
 static struct {
@@ -53,18 +52,17 @@ static struct {
     uint32_t owner; /* a forked child has no thread, and no device */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* Breaks the watchdog; the last error is the reason. */
+/* Breaks the watchdog with the last error, unless the status is SPAR_OK. The first reason stays. */
 static void fail_watchdog(spar_watchdog *w, spar_status status)
 {
-    if (w->status != SPAR_OK)
+    if (w->failed || status == SPAR_OK)
         return;
-    w->ranks = *spar_last_error_ranks();
-    snprintf(w->reason, sizeof w->reason, "%s", spar_last_error());
-    __atomic_store_n(&w->status, status, __ATOMIC_RELEASE);
+    spar_failure_keep(&w->failure, status);
+    __atomic_store_n(&w->failed, 1, __ATOMIC_RELEASE);
     if (w->what.stop)
         __atomic_store_n(w->what.stop, SPAR_STOPPED, __ATOMIC_RELEASE);
     if (w->what.ring)
-        spar_ring_abort(w->what.ring, status, &w->ranks, w->reason);
+        spar_ring_abort(w->what.ring, status, &w->failure.ranks, w->failure.text);
     pthread_cond_broadcast(&all.changed);
 }
 
@@ -81,6 +79,11 @@ static void retire_calls(spar_watchdog *w)
         spar_ring_complete(w->what.ring, over);
 }
 
+static int is_idle(const spar_watchdog *w)
+{
+    return !w->count && !w->inside_ns;
+}
+
 /* A kernel's own limit: replays of graphs are not watched otherwise. */
 static spar_status check_stop(const spar_watchdog *w)
 {
@@ -95,10 +98,10 @@ static spar_status check_stop(const spar_watchdog *w)
 static spar_status check_limits(const spar_watchdog *w)
 {
     const slot *oldest = &w->slots[w->first];
-    int64_t now = spar_now_ns(), limit = w->count ? oldest->deadline_ns : 0;
-    uint64_t late = limit && now >= limit                     ? oldest->call
-                    : w->inside_ns > 0 && now >= w->inside_ns ? w->call
-                                                              : 0;
+    int64_t now = spar_now_ns();
+    uint64_t late = w->count && now >= oldest->deadline_ns ? oldest->call
+                    : w->inside_ns && now >= w->inside_ns  ? w->call
+                                                           : 0;
     char absent[SPAR_GROUP_TEXT / 2] = "";
     spar_ranks ranks = {0};
     if (!late)
@@ -109,24 +112,22 @@ static spar_status check_limits(const spar_watchdog *w)
                            (unsigned long long)late, *absent ? "; not called by " : "", absent);
 }
 
+static spar_status check_all(const spar_watchdog *w)
+{
+    if (w->what.comm) /* else it is torch's, or about to be freed */
+        SPAR_TRY(spar_nccl_check_async(w->what.comm, "an earlier call of NCCL"));
+    if (!is_idle(w) && w->what.ring)
+        SPAR_TRY(spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call));
+    SPAR_TRY(check_limits(w));
+    return check_stop(w);
+}
+
 /* Polls once. Requires the lock. */
 static void poll_once(spar_watchdog *w)
 {
     retire_calls(w);
-    if (w->status != SPAR_OK)
-        return;
-    spar_status status = SPAR_OK;
-    if (w->what.comm) /* else it is torch's, or about to be freed */
-        status = spar_nccl_check_async(w->what.comm, "an earlier call of NCCL");
-    int under_way = w->count || w->inside_ns;
-    if (status == SPAR_OK && under_way && w->what.ring)
-        status = spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call);
-    if (status == SPAR_OK && under_way)
-        status = check_limits(w);
-    if (status == SPAR_OK)
-        status = check_stop(w);
-    if (status != SPAR_OK)
-        fail_watchdog(w, status);
+    if (!w->failed)
+        fail_watchdog(w, check_all(w));
 }
 
 /* ---- the end of a communicator ---- */
@@ -167,11 +168,6 @@ static void *end_kernels(void *watchdog)
     return NULL;
 }
 
-static int is_idle(const spar_watchdog *w)
-{
-    return !w->count && !w->inside_ns;
-}
-
 /* Ends the communicator of a broken or unused watchdog. Requires the lock.
  *
  * An abort ends the kernels, waits for them and for the end of all graphs that have captured calls, and frees
@@ -181,26 +177,18 @@ static int is_idle(const spar_watchdog *w)
  * the calls are over, which may be never, and a captured communicator is not revoked. */
 static void end_communicator(spar_watchdog *w)
 {
-    int broken = w->status != SPAR_OK, inside = w->inside_ns != 0;
-    if (!w->what.comm || w->busy || !(broken || w->closing))
+    int inside = w->inside_ns != 0;
+    if (!w->what.comm || w->busy || !(w->failed || w->closing))
         return;
-    if (broken && !w->revoked ? inside && w->grace++ < GRACE : !is_idle(w))
+    if (w->failed && !w->revoked ? inside && w->grace++ < GRACE : !is_idle(w))
         return;
-    if (inside && spar_nccl.CommRevoke && !w->captured) {
-        w->revoked = w->busy = start_worker(end_kernels, w);
-        return;
-    }
-    if (w->captured && !broken) { /* a graph may still be replayed */
-        w->what.comm = NULL;
-        return;
-    }
-    w->aborted = w->what.comm;
-    w->what.comm = NULL; /* nobody uses it any more */
-    w->busy = start_worker(end_kernels, w);
-    if (!w->busy) { /* the next poll tries again */
-        w->what.comm = w->aborted;
-        w->aborted = NULL;
-    }
+    int revokes = inside && spar_nccl.CommRevoke && !w->captured;
+    int keeps = w->captured && !w->failed; /* a graph may still be replayed */
+    w->aborted = revokes ? NULL : w->what.comm;
+    w->busy = !keeps && start_worker(end_kernels, w); /* else the next poll tries again */
+    w->revoked |= revokes && w->busy;
+    if (keeps || (w->busy && !revokes))
+        w->what.comm = NULL; /* nobody uses it any more */
 }
 
 static void free_marks(spar_watchdog *w)
@@ -218,10 +206,10 @@ static void *dispose(void *watchdog)
     spar_entered before;
     if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
         free_marks(w);
-        w->what.release(w->what.context);
         spar_cuda_leave(&before);
-        free(w);
     }
+    w->what.release(w->what.context);
+    free(w);
     end_worker(NULL);
     return NULL;
 }
@@ -323,9 +311,8 @@ spar_status spar_watchdog_open(const spar_watchdog_target *what, spar_watchdog *
 /* Requires the lock. */
 static spar_status report(spar_watchdog *w)
 {
-    if (w->status == SPAR_OK)
-        return SPAR_OK;
-    return spar_fail_ranks(w->reported++ ? SPAR_BROKEN : w->status, &w->ranks, "%s", w->reason);
+    spar_status status = spar_failure_raise(&w->failure);
+    return status != SPAR_OK && w->reported++ ? SPAR_BROKEN : status;
 }
 
 spar_status spar_watchdog_check(spar_watchdog *w)
@@ -347,7 +334,7 @@ spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadlin
     spar_status status = report(w);
     if (status == SPAR_OK) {
         w->call = n;
-        w->inside_ns = deadline->at_ns ? deadline->at_ns : -1;
+        w->inside_ns = deadline->at_ns ? deadline->at_ns : INT64_MAX;
         w->capturing = captured;
         w->captured |= captured;
     }
@@ -367,16 +354,15 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream)
 {
     spar_status status = w->capturing ? SPAR_OK : mark_end(w, stream); /* may wait for room in a queue */
     pthread_mutex_lock(&all.lock);
-    if (!w->capturing) {              /* without its mark, it never ends */
+    if (!w->capturing) { /* without its mark, it never ends */
+        w->stream = stream;
         int full = w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
         slot *s = &w->slots[(w->first + w->count - full) % SLOTS];
-        s->deadline_ns = w->inside_ns > 0 ? w->inside_ns : 0;
-        s->call = w->call;
+        *s = (slot){w->inside_ns, w->call};
         w->count += !full;
     }
     w->inside_ns = 0;
-    if (status != SPAR_OK)
-        fail_watchdog(w, status);
+    fail_watchdog(w, status);
     pthread_mutex_unlock(&all.lock);
     return status;
 }
@@ -392,12 +378,13 @@ void spar_watchdog_break(spar_watchdog *w, spar_status status)
 
 const char *spar_watchdog_broken(spar_watchdog *w)
 {
-    return __atomic_load_n(&w->status, __ATOMIC_ACQUIRE) == SPAR_OK ? NULL : w->reason;
+    return __atomic_load_n(&w->failed, __ATOMIC_ACQUIRE) ? w->failure.text : NULL;
 }
 
 spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
-    SPAR_TRY_CU(StreamWaitEvent, stream, w->last, 0);
+    if (!w->capturing && w->stream != stream)
+        SPAR_TRY_CU(StreamWaitEvent, stream, w->last, 0);
     return SPAR_OK;
 }
 
@@ -414,8 +401,7 @@ static spar_status check_device(spar_watchdog *w)
 
 spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
 {
-    const struct timespec moment = {0, 20000};
-    for (int polls = 1;; polls++) {
+    for (int pauses = 0;;) {
         pthread_mutex_lock(&all.lock);
         poll_once(w);
         spar_status status = report(w);
@@ -426,10 +412,8 @@ spar_status spar_watchdog_wait(spar_watchdog *w, const spar_deadline *deadline)
         if (spar_deadline_passed(deadline))
             return spar_fail(SPAR_TIMEOUT, "the GPU did not finish call %llu in time",
                              (unsigned long long)w->call);
-        if (polls % 2500 == 0)
-            SPAR_TRY(spar_deadline_poll(deadline, "while the GPU was awaited"));
         SPAR_TRY(check_device(w));
-        nanosleep(&moment, NULL);
+        SPAR_TRY(spar_deadline_pause(deadline, &pauses, "while the GPU was awaited"));
     }
 }
 

@@ -25,9 +25,7 @@ typedef struct {
     int ordinal;           /* device */
     spar_ring *ring;       /* NULL: the ranks are not all on one host */
     uint32_t *stop;        /* atomic; ends the waits of a push, or one has set it (kernels.cu); NULL: none */
-    /* Frees what the calls use, when none is under way any more; on a thread of its own, with the device
-     * entered. */
-    void (*release)(void *context);
+    void *(*release)(void *context); /* frees what the calls use, when all have ended; on its own thread */
     void *context;
 } spar_watchdog_target;
 
@@ -52,7 +50,8 @@ void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);
  * steps. */
 const char *spar_watchdog_broken(spar_watchdog *watchdog);
 
-/* Makes `stream` wait for the newest watched call. Between begin and end. */
+/* Makes `stream` wait for the newest watched call, unless this one, which has begun, is captured: so they end
+ * in order. */
 spar_status spar_watchdog_order(spar_watchdog *watchdog, void *stream);
 
 /* Returns when all calls have ended, or with what broke the watchdog. */
