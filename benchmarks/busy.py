@@ -7,7 +7,8 @@ For each number of busy processes, which rank 0 starts, it prints:
 
 - calls of 2 KB in turns of 7, each turn after a barrier of gloo and one call that is not counted. The slowest
   rank's time, apart for calls that began with all ranks on one core; and apart for the last calls of turns:
-  beside these, ranks that are ready make gloo's barrier, and take the cores of the others;
+  beside these, ranks that are ready make gloo's barrier, and take the cores of the others. Then the times of
+  all ranks;
 - gathers of 1 MB in such turns, in alternation with gloo's all_gather and cat;
 - a loop of 2 KB calls: the time of one, the median of 5 loops of 700.
 
@@ -29,11 +30,11 @@ import spar
 from spar._commands.bench.busy import busy_processes
 
 TURN, LOOP = 7, 700  # calls
-Samples = list[tuple[bool, float]]  # whether all ranks were on one core, and microseconds
+Samples = list[tuple[bool, list[float]]]  # whether all ranks were on one core, and microseconds of each
 
 
 def turns(call: Callable[[], object], count: int) -> Samples:
-    """Time the calls of some turns, on the slowest rank."""
+    """Time the calls of some turns."""
     core_of_thread = ctypes.CDLL(None).sched_getcpu
     samples = []
     for _ in range(count):
@@ -48,15 +49,19 @@ def turns(call: Callable[[], object], count: int) -> Samples:
     dist.all_gather(ranks, own)
     cores, times = torch.stack(ranks).unbind(2)
     same = (cores == cores[0]).all(0)
-    return list(zip(same.tolist(), times.max(0).values.tolist(), strict=True))
+    return list(zip(same.tolist(), times.T.tolist(), strict=True))
 
 
 def median(times: list[float]) -> str:
     return f"{statistics.median(times):.0f}" if times else "none"
 
 
-def text_of(samples: Samples) -> str:
-    times = sorted(us for _, us in samples)
+def slowest(samples: Samples) -> list[float]:
+    return [max(times) for _, times in samples]
+
+
+def text_of(times: list[float]) -> str:
+    times = sorted(times)
     return f"median {median(times)}, p90 {times[len(times) * 9 // 10]:.0f} us" if times else "none"
 
 
@@ -102,15 +107,16 @@ def measure(count: int, number: int, group: dist.ProcessGroup) -> None:
         return
     print(f"beside {count} busy processes:")
     for state, samples in by_state(calls).items():
-        print(f"  2 KB, {state}: {len(samples)} calls, {text_of(samples)}")
-    print(f"  2 KB, all: {text_of(calls)}")
+        print(f"  2 KB, {state}: {len(samples)} calls, {text_of(slowest(samples))}")
+    print(f"  2 KB, all: {text_of(slowest(calls))}")
     lasts = [call for i, call in enumerate(calls) if i % TURN == TURN - 1]
     others = [call for i, call in enumerate(calls) if i % TURN < TURN - 1]
-    print(f"  2 KB, the last of a turn: {text_of(lasts)}; the others: {text_of(others)}")
+    print(f"  2 KB, the last of a turn: {text_of(slowest(lasts))}; the others: {text_of(slowest(others))}")
+    print(f"  2 KB, each rank's own: {text_of([us for _, times in calls for us in times])}")
     gathers = {**by_state(ours), "all": ours}
     references = {**by_state(theirs), "all": theirs}
     for state in gathers:
-        first, second = ([us for _, us in samples[state]] for samples in (gathers, references))
+        first, second = (slowest(samples[state]) for samples in (gathers, references))
         ratio = f", {statistics.median(second) / statistics.median(first):.1f} x" if first and second else ""
         print(f"  gather of 1 MB, {state}: spar {median(first)} us, gloo {median(second)} us{ratio}")
     print(f"  loop: {median(loops)} us ({min(loops):.0f} to {max(loops):.0f})", flush=True)
