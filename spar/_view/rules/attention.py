@@ -181,8 +181,6 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
             rows, whole = _rows(part, keys.tokens, function), (part.parts.gather(k), part.parts.gather(v))
             return rows(q, *whole, mask, dropout_p, causal, scale, grouped)
         single = q.dim() == 3
-        if single:
-            q, k, v = q[:, None], k[:, None], v[:, None]
         spans = None if single else spans_of(mask)
         chosen = method
         if spans is not None:
@@ -192,9 +190,11 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
         layout = layouts[0] if keys is part else layouts
         options: dict[str, Any] = {"causal": causal, "scale": scale, "method": chosen}
         options["mask"] = mask if spans is None else spans
+        # With heads behind tokens, as of torch's fused kernels: models then join heads without a copy.
+        q, k, v = (x.unsqueeze(2) if single else x.transpose(1, 2) for x in (q, k, v))
         with drawing(part.parts, dropout_p):
-            out = attention(q, k, v, layout, dropout_p=dropout_p, seq_dim=2, head_dim=1, **options)
-        return out[:, 0] if single else out
+            out = attention(q, k, v, layout, dropout_p=dropout_p, **options)
+        return out.squeeze(2) if single else out.transpose(1, 2)
 
     return run
 
