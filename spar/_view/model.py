@@ -347,7 +347,9 @@ class _Shards:
         """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
         named = [*zip(self.names, args, strict=False), *kwargs.items()]
         tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
-        pairs = [x for _, value in named if type(value) is tuple for x in value if isinstance(x, Tensor)]
+        # Such as cosines and sines, [B, S, D] or [S, D]; [S, S] would be a mask.
+        inner = [x for _, value in named if type(value) is tuple for x in value if isinstance(x, Tensor)]
+        inner = [x for x in inner if x.dim() > 1 and x.size(-1) != x.size(-2)]
         parts: dict[int, Part] = {}
         view = self.sharded.view
         total = next((x.size(-1) for name, x in tensors if name == "position_ids" and x.dim() > 0), -1)
@@ -360,12 +362,12 @@ class _Shards:
                 part = view.parts.part(dim, (main.size(dim),))
                 parts[id(main)] = part
             if part.is_plain:
-                for x in [x for _, x in tensors if x.dim() > 2] + pairs:
+                for x in [x for _, x in tensors if x.dim() > 2] + inner:
                     if x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
                         parts.setdefault(id(x), part)
 
         def sharded(x: Any) -> Any:
-            if type(x) is tuple:  # such as cosines and sines
+            if type(x) is tuple:
                 return tuple([sharded(entry) for entry in x])
             is_whole = isinstance(x, Tensor) and part_of(x) is None
             return view.shard(x, parts[id(x)]) if is_whole and id(x) in parts else x
