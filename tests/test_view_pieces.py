@@ -63,6 +63,39 @@ def check_uneven_pieces(rank: int, world: int, group: Group) -> None:
     viewed(group, run)
 
 
+def check_moves(rank: int, world: int, group: Group) -> None:
+    """Move a piece that is read twice once, and again where it was changed, or is to have a gradient."""
+
+    def run(view: View, x: Tensor) -> list[int]:
+        counts = []
+        with mock.patch.object(moving, "gather_pieces", wraps=moving.gather_pieces) as exchanged:
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    piece = (x * 1).split([2, 10], 1)[1]
+                    (piece.square() + piece).sum(2)
+                    counts.append(exchanged.call_count)
+            with torch.no_grad():
+                piece = (x * 1).split([2, 10], 1)[1]
+                first = piece * 2
+                counts.append(exchanged.call_count)
+                piece.zero_()
+                assert not view.output(piece * 2).any() and view.output(first).any()
+                counts.append(exchanged.call_count)
+            base = (x * 1).requires_grad_()
+            piece = base.split([2, 10], 1)[1]
+            with torch.no_grad():
+                piece * 2
+            assert (piece * 2).requires_grad
+            counts.append(exchanged.call_count)
+        return counts
+
+    assert viewed(group, run) == [1, 3, 4, 5, 7]
+
+
+def test_a_piece_is_moved_once(ranks: Ranks) -> None:
+    ranks(2, check_moves)
+
+
 def test_uneven_pieces_become_even(ranks: Ranks) -> None:
     ranks(2, check_uneven_pieces)
 

@@ -25,6 +25,7 @@ from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 
 _MOST_STEPS = 20_000
+_EVEN = "_spar_even"  # an uneven part's attribute: its even one, and what says that neither was changed since
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
 _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
@@ -282,19 +283,26 @@ class View(Mode, TorchFunctionMode):
 
     def _evened(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function on even parts in the place of uneven ones; fewer tokens than ranks become whole."""
-
-        def even(x: Tensor) -> Tensor:
-            part = part_of(x)
-            if part is None or not part.is_uneven:
-                return x
-            return self.parts.gather(x) if part.tokens < self.parts.world else moved(x, part.even)
-
-        changed_args, changed_kwargs = changed(even, (args, kwargs))
+        changed_args, changed_kwargs = changed(self._even, (args, kwargs))
         with self:
             out = func(*changed_args, **changed_kwargs)
         if _is_view(name, args) and isinstance(args[0], Tensor):
             self._aliases.add_copies(tensors_in(out), args[0])
         return out
+
+    def _even(self, x: Tensor) -> Tensor:
+        """Return the even part of an uneven one, which is moved once: a norm and a residual both read it."""
+        part = part_of(x)
+        if part is None or not part.is_uneven:
+            return x
+        has_graph, known = torch.is_grad_enabled(), getattr(x, _EVEN, None)
+        if known is not None and known[1:] == (has_graph, x._version, known[0]._version):
+            even: Tensor = known[0]
+            return even
+        even = self.parts.gather(x) if part.tokens < self.parts.world else moved(x, part.even)
+        if not (x.is_inference() or even.is_inference()):  # such tensors do not count their changes
+            setattr(x, _EVEN, (even, has_graph, x._version, even._version))
+        return even
 
     def _whole_in_place(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Change the whole, and keep this rank's part of it."""
