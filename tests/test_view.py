@@ -54,6 +54,8 @@ def check_expressions(rank: int, world: int, group: Group) -> None:
         "z = x.view(2, 12, 3, 2); z[..., 0] = 1; out = x",
         "z = x[:, 5:]; z.add_(1); out = x.clone(), z",
         "z = x[:, 3:]; z.mul_(2); out = x",
+        "z = x.detach() * 1; a, c = z.split([3, 9], 1); c.add_(1); out = z * y",
+        "z = x.detach() * 1; a, c = z.split([3, 9], 1); c[:, 1:4] = 0; out = z + c.sum()",
         "z = x.detach() * 1; a, c = z.split([3, 9], 1); z.mul_(2); out = c + 1",
         "z = y * 1; a, c = x.split([3, 9], 1); z[:, 3:].add_(c); out = z",
     }

@@ -44,6 +44,7 @@ PAIRS = [
     ("inner", "whole"),
     ("features", "tokens"),
     ("uneven", "tokens"),
+    ("tokens", "features"),
 ]
 UNEVEN = {1: (12,), 2: (9, 3), 3: (0, 5, 7), 4: (0, 1, 11, 0)}  # by the number of ranks
 

@@ -273,7 +273,7 @@ def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan |
     """Join sequences: the parts of one rank lie one behind the other."""
     lengths: list[int] = []
     wanted = []
-    length = _joined(call, tensors)
+    length = _joined(call, tensors, dim)
     if length is not None:
         return Plan(call.parts.part(dim, (length,)))
     for x in tensors:
@@ -289,14 +289,14 @@ def _along_tokens(call: FunctionCall, tensors: list[Tensor], dim: int) -> Plan |
     return Plan(call.parts.part(dim, tuple(lengths)), moves_to(call, wanted))
 
 
-def _joined(call: FunctionCall, tensors: list[Tensor]) -> int | None:
+def _joined(call: FunctionCall, tensors: list[Tensor], dim: int) -> int | None:
     """Return the length of pieces that lie one behind the other on the ranks, as they were cut; else None."""
     parts = [part_of(x) for x in tensors]
     if not call.has_uneven:
         return None
     total, last = [0] * call.parts.world, 0
     for part in parts:
-        if part is None or not part.is_plain or len(part.lengths) != 1:
+        if part is None or part.dim != dim or not part.is_plain or len(part.lengths) != 1:
             return None
         holders = [rank for rank, size in enumerate(part.sizes) if size]
         if holders and holders[0] < last:
