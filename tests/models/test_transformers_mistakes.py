@@ -195,11 +195,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "beyond 32 positions, and there are 37, it depends on the highest position",
     ),
-    "positions of the mask": (
-        "OPT",
-        {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32},
-        "model.decoder.embed_positions derives positions from the attention mask",
-    ),
     "not causal": ("Llama", {"is_causal": False}, "its attention is not causal"),
 }
 
