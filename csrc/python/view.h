@@ -22,7 +22,7 @@ typedef struct {
 /* NULL and an exception before spar_py_use_view. */
 const spar_view_uses *spar_py_view_uses(void);
 
-/* Whether x is a tensor of torch's own types, whose attributes are in its dict. */
+/* Whether x is a torch.Tensor or a Parameter, and of no subclass, which may store attributes otherwise. */
 int spar_py_is_tensor(const spar_view_uses *uses, PyObject *x);
 
 PyObject *spar_py_use_view(PyObject *module, PyObject *args);

@@ -89,6 +89,7 @@ class FunctionCall:
 
     @property
     def has_uneven(self) -> bool:
+        """Whether an argument is a part of an `Uneven` sequence."""
         return any(map(is_uneven, self.tensors))
 
     def dims(self, x: Tensor, dim: Any) -> list[int]:

@@ -24,9 +24,9 @@ _SHARD = "_spar_shard"
 
 
 class Uneven(int):
-    """The length of a sequence that lies on the ranks, in their order, by other numbers than the layout's.
+    """The length of a sequence that is divided among the ranks, in their order, otherwise than by the layout.
 
-    A piece of a sequence is one, as long as its tokens stay where they are.
+    `split` cuts such pieces from a sequence: their tokens stay on the ranks that hold them.
 
     Attributes:
         sizes: the tokens of each rank.
@@ -322,7 +322,7 @@ def part_of(x: Any) -> Part | None:
 
 
 def is_uneven(x: Any) -> bool:
-    """Whether x is a part whose tokens lie on the ranks by other numbers than the layout's."""
+    """Whether x is a part of an `Uneven` sequence."""
     part = part_of(x)
     return part is not None and part.is_uneven
 
