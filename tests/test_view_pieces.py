@@ -13,6 +13,7 @@ from conftest import Ranks
 from helpers.view_cases import Inputs, viewed
 from torch import Tensor
 
+from spar import SparError
 from spar._view import moving
 from spar._view.model import shard_model
 from spar._view.part import part_of
@@ -98,6 +99,35 @@ def test_a_piece_is_moved_once(ranks: Ranks) -> None:
 
 def test_uneven_pieces_become_even(ranks: Ranks) -> None:
     ranks(2, check_uneven_pieces)
+
+
+class Windows(torch.nn.Module):
+    """Attends within two windows; the kernel fails where `fails` says so."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = "none" if self.fails else 0.4
+        attend = F.scaled_dot_product_attention
+        return torch.cat([attend(p, p, p, scale=scale) for p in x.split([6, 6], 1)], 1)  # type: ignore[arg-type]
+
+
+def check_failure(rank: int, world: int, group: Group) -> None:
+    model = torch.nn.Sequential(Windows(), Windows(), torch.nn.Flatten(0, 1))
+    whole = torch.nn.ModuleDict({"blocks": model})
+    whole.forward = lambda x: model(x)  # type: ignore[method-assign]
+    shard_model(whole, group, blocks=["blocks.0", "blocks.1"])
+    x = Inputs(1).x
+    expected = whole(x)
+    model[1].fails = rank == 0
+    with pytest.raises((TypeError, SparError)):
+        whole(x)
+    model[1].fails = False
+    torch.testing.assert_close(whole(x), expected)
+
+
+def test_a_rank_that_fails_in_its_piece_fails_all(ranks: Ranks) -> None:
+    ranks(2, check_failure)
 
 
 class Turned(torch.nn.Module):
