@@ -115,7 +115,9 @@ static int peek(const spar_handshake *h, message *m)
 {
     const int how = MSG_PEEK | MSG_TRUNC | MSG_DONTWAIT;
     ssize_t got = recv(h->socket, m, sizeof *m, how);
-    if (got < 0 && errno == ECONNRESET) /* reported before what the other sent last, a LATER perhaps */
+    /* Linux may report an end before what the other sent last, a LATER perhaps: as ECONNRESET; and as 0 if
+     * that message and the hang-up arrive while this recv, which found no message, returns. */
+    for (int again = 0; again < 2 && (got == 0 || (got < 0 && errno == ECONNRESET)); again++)
         got = recv(h->socket, m, sizeof *m, how);
     if (got < 0 && (errno == EAGAIN || errno == EINTR))
         return 0;

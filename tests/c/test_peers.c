@@ -270,11 +270,24 @@ static void run_hang_up(void *context, int process)
     release(peer);
 }
 
+static int early_ends; /* of peeks that find a message, how many are told of an end before */
+
+/* Interposes libc's function: Linux may report a hang-up before the message that was sent before it. */
+ssize_t recv(int socket, void *bytes, size_t size, int flags)
+{
+    ssize_t got = recvfrom(socket, bytes, size, flags, NULL, NULL);
+    if (!(flags & MSG_PEEK) || got <= 0 || !early_ends)
+        return got;
+    early_ends--;
+    return 0;
+}
+
 static void run_all(void *context, int process)
 {
     shared_state *all = context;
     spar_peer *peers[MOST_RANKS];
     listen_with_all(all, process);
+    early_ends = 1;
     for (int p = 0; p < all->world; p++)
         EXPECT(p == process || !spar_peers_expect(&all->info[p].endpoint, &all->info[p].secret));
     pthread_barrier_wait(&all->barrier); /* as in a set-up: all dial before any answers */
