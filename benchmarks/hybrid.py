@@ -118,7 +118,7 @@ def by_spar(
 ) -> Tensor:
     convolved = tokens.convolve(convolution, mixed[None].transpose(1, 2), TAPS - 1).transpose(1, 2)
     q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
-    y: Tensor = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], tokens.layout)
+    y = tokens.by_heads(recurrence, [v, q, k, beta[None], alpha[None]])
     return recurrence(y.squeeze(0), z)  # whose gradient is a view, unlike that of y[0]
 
 

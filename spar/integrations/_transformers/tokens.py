@@ -14,6 +14,7 @@ from ..._exchange.pieces import fragments
 from ..._group.registry import place_of
 from ...ops.by_heads import by_heads
 from ...ops.by_state import Recurrence, pass_states
+from ...ops.columns import with_one_gradient
 from ...ops.convolution import can_correct, convolve
 from ...ops.fragments import Lengths, fragments_of
 from ...sequence_layout import SequenceLayout, numbers_of
@@ -48,7 +49,10 @@ class Tokens(NamedTuple):
         seq_dim: int = 1,
         head_dim: int = 2,
     ) -> Tensor:
-        """Call `spar.by_heads` with a function of one document of tensors [B, ...]."""
+        """Call `spar.by_heads` with a function of one document of tensors [B, ...].
+
+        tensors: of which those that are views of one are so by the model's code, where no hook can be.
+        """
 
         def apart(*arguments: Any) -> Tensor:
             whole, others = arguments[: len(tensors)], arguments[len(tensors) :]
@@ -62,6 +66,7 @@ class Tokens(NamedTuple):
             return torch.cat(samples)
 
         function = fn if self.documents is None else apart
+        tensors = with_one_gradient(tensors, self.layout.group)
         result: Tensor = by_heads(
             function, tensors, self.layout, parameters=parameters, seq_dim=seq_dim, head_dim=head_dim
         )
