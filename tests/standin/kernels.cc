@@ -68,11 +68,20 @@ static unsigned short to_f16(float value)
            (unsigned short)(((exponent + 14) << 10) + (int)std::nearbyint(std::ldexp(size, 10 - exponent)));
 }
 
+/* A thread that loads from one address again waits for a peer: it leaves the core, first for a moment. */
 static unsigned load_acquire(const unsigned *from)
 {
-    unsigned value = __atomic_load_n((unsigned *)reached(from), __ATOMIC_ACQUIRE);
-    sched_yield(); /* a wait leaves the core to the peers */
-    return value;
+    static thread_local const unsigned *last;
+    static thread_local unsigned by, polls;
+    const timespec pause = {0, 20000};
+    polls = from == last && threadIdx.x == by ? polls + 1 : 0;
+    last = from;
+    by = threadIdx.x;
+    if (polls > 4)
+        nanosleep(&pause, nullptr);
+    else if (polls > 0)
+        sched_yield();
+    return __atomic_load_n((unsigned *)reached(from), __ATOMIC_ACQUIRE);
 }
 
 static void store_release(unsigned *to, unsigned value)
