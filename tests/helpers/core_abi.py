@@ -22,20 +22,40 @@ MAX_WORLD = 64  # ranks that run as threads
 SIDE_PULL = 1
 
 
+def _sources() -> list[Path]:
+    found = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in ("python", "not_linux")]
+    return [*found, TESTS / "c" / "local.c"]
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
 def compile_core(
-    output: Path, *options: str | Path, compiler: Sequence[str] = ("cc",), without: Collection[Path] = ()
+    output: Path,
+    *options: str | Path,
+    compiler: Sequence[str] = ("cc",),
+    without: Collection[Path] = (),
+    from_objects: bool = False,
 ) -> None:
     """Compile csrc without its Python binding; `options` are flags and further source files.
 
-    `without`: files of csrc that the further source files include.
+    `without`: files of csrc that the further source files include. `from_objects`: csrc is compiled once for
+    all that link it, by -O2.
     """
-    sources = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in ("python", "not_linux")]
-    sources = [path for path in sources if path not in without]
-    sources.append(TESTS / "c" / "local.c")
+    sources = [path for path in _sources() if path not in without]
+    if from_objects:
+        sources = [_objects() / f"{path.stem}.o" for path in sources]
     command = [*compiler, *FLAGS, *map(str, options), *map(str, sources), "-o", str(output), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    _run(command, output.parent)
+
+
+def _objects() -> Path:
+    """Return the folder of csrc's objects, which a library and a program can have."""
+    command = ["cc", *FLAGS, "-O2", "-fPIC", "-c", *map(str, _sources())]
+    return workers.built("core-objects", lambda folder: _run(command, folder))
 
 
 class Status(enum.IntEnum):
@@ -383,7 +403,7 @@ def library() -> ctypes.CDLL:
             '#include "devices/cuda/cuda.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
-        compile_core(folder / "core.so", "-O2", "-fPIC", "-shared", table)
+        compile_core(folder / "core.so", "-O2", "-fPIC", "-shared", table, from_objects=True)
 
     core = ctypes.CDLL(str(workers.built("core", fill) / "core.so"))
     built = (ctypes.c_longlong * len(abi)).in_dll(core, "abi")
