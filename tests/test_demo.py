@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,14 +15,6 @@ from test_faults import finish, start
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytest.importorskip("matplotlib", reason="make demo's, with tqdm")
 SMALL = ["--steps", "12", "--batch", "1", "--seq", "130", "--dim", "48", "--layers", "1"]
-
-
-def run(script: Path, *arguments: str) -> tuple[int, str, str]:
-    """Return the exit status, stdout and stderr of two ranks of torchrun."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(script), *SMALL, *arguments]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=200)
-    return done.returncode, done.stdout, done.stderr
 
 
 def main_of(rank: int, folder: Path, port: int, arguments: list[str], tolerance: float | None) -> None:
@@ -48,7 +39,10 @@ def main_of(rank: int, folder: Path, port: int, arguments: list[str], tolerance:
 
 
 def run_forked(folder: Path, *arguments: str, tolerance: float | None = None) -> tuple[int, str, str]:
-    """Run train.main as `run` does, on ranks that are forks: they need not import torch."""
+    """Run train.main as torchrun does on two ranks, which are forks: they need not import torch.
+
+    Returns the exit status, stdout and stderr. `make demo` starts torchrun.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
     ranks = start(main_of, 2, folder, store.port, list(arguments), tolerance, initialize=False)
     codes = finish(ranks, 200)
@@ -62,9 +56,7 @@ def run_forked(folder: Path, *arguments: str, tolerance: float | None = None) ->
 @pytest.mark.parametrize("layout", ["plain", "hybrid", "packed"])
 def test_demo_reports_a_rank_share_of_memory_and_its_exchanges(tmp_path: Path, layout: str) -> None:
     arguments = ("--layout", layout, "--out", str(tmp_path / "demo.png"))
-    code, out, err = (
-        run(EXAMPLES / "train.py", *arguments) if layout == "plain" else run_forked(tmp_path, *arguments)
-    )
+    code, out, err = run_forked(tmp_path, *arguments)
     assert code == 0, err
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     report = [line for line in out.splitlines() if line]

@@ -80,12 +80,12 @@ def compare(
 ) -> str | None:
     """Run a function of (x, y, w, b, ids, mask) on whole tensors and on parts; return what differs."""
     whole = inputs.leaves()
-    torch.manual_seed(1)
+    _seed()
     expected = _tensors(function(*[_fresh(t) for t in whole[:2]], *whole[2:], inputs.ids, inputs.mask))
     place = place_of(group)
     view = View(Parts(group, place.world, place.rank, state=state))
     mine = inputs.leaves()
-    torch.manual_seed(1)
+    _seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parts = [_part(view.parts, name) for name in pair]
@@ -107,6 +107,10 @@ def compare(
     return _gradients(group, found, expected, mine, whole, limit)
 
 
+def _seed() -> None:
+    torch.default_generator.manual_seed(1)  # torch.manual_seed keeps a stack of each call for devices to come
+
+
 def _gradients(
     group: dist.ProcessGroup,
     found: list[Tensor],
@@ -126,9 +130,10 @@ def _gradients(
     if not all(a.requires_grad for a, _ in both):
         return "a result has lost its gradient"
     own = torch.autograd.grad([a for a, _ in both], mine, uppers, allow_unused=True, materialize_grads=True)
-    for name, a, b in zip("xywb", own, right, strict=True):
-        dist.all_reduce(a, group=group)
-        a = a / group.size()
+    sums = torch.cat([a.flatten() for a in own])  # of each rank: one call for all
+    dist.all_reduce(sums, group=group)
+    for name, total, b in zip("xywb", sums.split([b.numel() for b in right]), right, strict=True):
+        a = total.view_as(b) / group.size()
         single = any(t.dtype == torch.float32 for t in expected)
         if not torch.allclose(a, b, 1e-6 if single else limit, 1e-6 if single else limit, equal_nan=True):
             return f"the gradient of {name} differs by {(a - b).abs().max()}"
