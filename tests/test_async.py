@@ -16,6 +16,7 @@ from conftest import Ranks
 from helpers.operations import DIRECT
 from helpers.reference import assert_same, rule
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import spar
 from spar._group import queue
@@ -443,7 +444,7 @@ def test_use_before_wait_raises_in_backward(ranks: Ranks) -> None:
 def check_traced(rank: int, world: int, group: Group) -> None:
     y, work = spar.all_gather(torch.zeros(2, device="meta"), group, async_op=True)
     assert y.shape == (2 * world,) and work.is_completed() and work.wait()
-    mode = torch.utils.flop_counter.FlopCounterMode(display=False)
+    mode = FlopCounterMode(display=False)
     x = torch.full((2,), float(rank), requires_grad=True)
     with mode:
         y, work = spar.all_gather(x, group, async_op=True)
