@@ -24,8 +24,8 @@ PIP := $(BIN)/python -m pip -qq
 BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
-.PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-core test-models \
-	test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
+.PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-compile test-core \
+	test-models test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make smoke   run spar check: every operation on two ranks'
 	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
+	@echo 'make test-compile  run the tests that torch.compile takes seconds in (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
@@ -102,7 +103,11 @@ soak: build .venv/.test
 	-k 'groups_do_not_leak or exit_waits_for_threads'
 
 test: build .venv/.test
-	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) -m 'not compiler' $(ARGS)
+
+# All modules are collected: tests with this mark are in many.
+test-compile: build .venv/.test
+	@$(BIN)/pytest -n $(WORKERS) -m compiler $(ARGS)
 
 test-benchmarks: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) tests/benchmarks $(ARGS)

@@ -32,7 +32,8 @@ PRELOAD = [
     "pytest",
     "spar",
 ]  # otherwise each rank imports them
-COMPILERS = ["torch._dynamo", "torch._inductor.compile_fx"]
+TRACERS = ["torch._dynamo", "torch.distributed.tensor.experimental"]  # the second by what Dynamo inlines
+COMPILERS = ["torch._inductor.compile_fx", "sympy.physics"]  # by simplify
 # Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
 FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
 FIRST += (
@@ -128,6 +129,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish(session: pytest.Session) -> None:
     modules = dict.fromkeys(_module(item) for item in session.items)
     if any("compile" in item.nodeid for item in session.items):
+        PRELOAD.extend(TRACERS)
+    if any(item.get_closest_marker("compiler") for item in session.items):
         PRELOAD.extend(COMPILERS)
     # test_faults has this list itself
     named = [name for module in modules for name in getattr(module, "PRELOAD", ())]

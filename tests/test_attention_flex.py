@@ -178,6 +178,7 @@ def check_remembered(rank: int, world: int, group: Group) -> None:
 # ---- torch's own ----
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(("softcap", "compiles"), [(0.0, False), (3.0, True)])
 def test_flex_attention_of_torch_computes_the_same(softcap: float, compiles: bool) -> None:
     """Its matrix products have gradients on a CPU, where only its check of the device refuses them."""
@@ -213,6 +214,7 @@ def test_flex_attention_of_torch_computes_the_same(softcap: float, compiles: boo
             assert torch.allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.compiler
 def test_calls_of_one_variant_share_a_graph() -> None:
     graphs: list[Any] = []
 

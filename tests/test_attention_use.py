@@ -55,6 +55,7 @@ def check_compiled(rank: int, world: int, group: Group, method: str | None, kind
 
 
 # packed documents: rank 0 needs none of the keys that others send
+@pytest.mark.compiler
 @pytest.mark.parametrize(("method", "kind"), [*((m, "zigzag") for m in METHODS), ("ring", "packed")])
 def test_five_lengths_compile_twice(ranks: Ranks, method: str, kind: str) -> None:
     ranks(3 if (method, kind) == ("ring", "zigzag") else 2, check_compiled, method, kind, timeout=280)
@@ -90,6 +91,7 @@ def check_marked(rank: int, world: int, group: Group) -> None:
             torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves, layout)
 
 
+@pytest.mark.compiler
 def test_marked_lengths_are_as_the_page_says(ranks: Ranks) -> None:
     ranks(2, check_marked, timeout=280)
 
@@ -107,6 +109,7 @@ def check_compiled_queries(rank: int, world: int, group: Group) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.compiler
 def test_compiled_ring_makes_all_exchanges(ranks: Ranks) -> None:
     ranks(3, check_compiled_queries, timeout=280)
 

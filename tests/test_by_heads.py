@@ -220,5 +220,6 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
     assert graphs in ((1, 2) if rank == 0 else (0,)), graphs
 
 
+@pytest.mark.compiler
 def test_by_heads_compiles(ranks: Ranks) -> None:
     ranks(2, check_compiled, timeout=280)

@@ -249,6 +249,7 @@ def check_compiled(rank: int, world: int, group: Group, dynamic: bool) -> None:
         assert rank > 0 or len(graphs) <= (2 if dynamic else 4)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_compiled_by_state(ranks: Ranks, dynamic: bool) -> None:
     ranks(3, check_compiled, dynamic, timeout=200)

@@ -69,6 +69,7 @@ def test_compiled_equals_eager(pool: Ranks, world: int, transport: str) -> None:
     pool(world, check_model, "aot_eager", timeout=280)
 
 
+@pytest.mark.compiler
 @INDUCTOR
 @pytest.mark.parametrize("world", [1, 3])
 def test_compiled_by_inductor_equals_eager(ranks: Ranks, world: int) -> None:
@@ -302,5 +303,6 @@ def check_derivatives(rank: int, world: int, group: Group) -> None:
         assert set(codes) == {graph_ops.code()}  # what torch's caches on disk know of the code
 
 
+@pytest.mark.compiler
 def test_derivatives_of_compiled_code(ranks: Ranks) -> None:
     ranks(2, check_derivatives, timeout=280)

@@ -23,7 +23,7 @@ from test_faults import finish, start
 import spar
 from spar import SequenceLayout
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
 
 Group = dist.ProcessGroup
 Function = Callable[..., torch.Tensor]

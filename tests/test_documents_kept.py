@@ -106,6 +106,7 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
         assert error_of(compiled, whole, expected, layout.index()) < 1e-9, method
 
 
+@pytest.mark.compiler
 def test_compiled_attention_matches_one_process(ranks: Ranks) -> None:
     ranks(2, check_compiled, timeout=200)
 

@@ -386,7 +386,10 @@ def four() -> Iterator[Ranks]:
     ranks.stop()
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.compiler if page == "compile.md" else ()) for page in RUN],
+)
 def test_code_of_page_runs(four: Ranks, page: str) -> None:
     with socket.socket() as first, socket.socket() as second:
         for free in (first, second):

@@ -136,6 +136,7 @@ def check_compiled(rank: int, world: int, group: Group, kind: str) -> None:
     assert graphs in ((1, 2) if compiles else (0,)), graphs
 
 
+@pytest.mark.compiler
 @pytest.mark.one_transport
 @pytest.mark.parametrize("kind", ["even", "zigzag", "packed"])
 def test_halo_compiles(ranks: Ranks, kind: str) -> None:

@@ -141,6 +141,7 @@ def check_compiled(rank: int, folder: Path) -> None:
         parallel_state.destroy_parallel_state()
 
 
+@pytest.mark.compiler
 def test_compiled_equals_eager(tmp_path: Path) -> None:
     assert finish(start(check_compiled, 4, tmp_path), 90) == [0] * 4
 

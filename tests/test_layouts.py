@@ -265,6 +265,7 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
             torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.compiler
 def test_compiled_equals_eager(pool: Ranks) -> None:
     pool.transport = TRANSPORTS[0]  # a graph is the same for each
     pool(2, check_compiled)

@@ -225,6 +225,7 @@ def check_in_torch(rank: int, world: int, group: Group) -> None:
     assert grad.dtype == torch.float32
 
 
+@pytest.mark.compiler
 def test_compile_checkpoint_and_autocast(pool: Ranks) -> None:
     pool.transport = TRANSPORTS[0]
     pool(2, check_in_torch, timeout=280)

@@ -402,6 +402,7 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
         assert_same(compiled(x), (x * 2).sin())  # recompiled for another topology
 
 
+@pytest.mark.compiler
 def test_compiled_shards_and_gathers(pool: Ranks) -> None:
     pool.transport = TRANSPORTS[0]  # a graph is the same for each
     pool(2, check_compiled)

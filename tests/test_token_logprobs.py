@@ -249,6 +249,7 @@ def check_compiled(rank: int, world: int, group: Group) -> None:
         assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.compiler
 def test_compiles_without_a_graph_break(pool: Ranks) -> None:
     pool.transport = TRANSPORTS[0]
     pool(2, check_compiled, timeout=280)

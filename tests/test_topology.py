@@ -326,6 +326,7 @@ def check_compiled(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.compiler
 def test_compiled_function_follows_the_current_topology(tmp_path: Path) -> None:
     assert finish(start(check_compiled, 4, tmp_path), 120) == [0] * 4
 
