@@ -35,7 +35,7 @@ def create_and_close(rank: int, folder: Path, rounds: int) -> None:
 
 
 def test_groups_do_not_leak(tmp_path: Path) -> None:
-    rounds = int(os.environ.get("SOAK_GROUPS", "200"))  # `make soak` sets more
+    rounds = int(os.environ.get("SOAK_GROUPS", "100"))  # `make soak` sets more
     ranks = start(create_and_close, 2, tmp_path, rounds, SPAR_TRANSPORT="shm")
     assert finish(ranks, 250) == [0, 0]
 

@@ -36,7 +36,7 @@ def test_every_op_has_an_inverse() -> None:
 
 
 def for_examples(op: str, check: Callable[[Case], object]) -> None:
-    @settings(EXAMPLES, max_examples=80)
+    @settings(EXAMPLES, max_examples=50)
     @given(cases(op))
     def run(case: Case) -> None:
         check(case)
