@@ -156,8 +156,14 @@ def use_view(
     level: Callable[[], int | None],
     getattr: Any,
     shard: str,
+    has_mode: Callable[[], bool],
+    pop_mode: Callable[[], Any],
+    push_mode: Callable[[Any], None],
+    handle: Callable[..., Any],
     /,
 ) -> None: ...
+def call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> tuple[Any, ...] | None: ...
+def handle_torch_function(public_api: Any, relevant_args: Any, /, *args: Any, **kwargs: Any) -> Any: ...
 def replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], pairs: tuple[tuple[int | str, Any], ...], /
 ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from spar import _C
 from spar._C import mark_results, replaced
 from spar._view.view import Mode  # its module tells the C code what to use
 
@@ -341,3 +342,56 @@ def test_threads_have_modes_of_their_own() -> None:
     for each in threads:
         each.join()
     assert not failures
+
+
+class Others(TorchFunctionMode):
+    """A mode that is none of a view, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def depth() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def test_functions_in_python_are_given_to_a_mode() -> None:
+    """As by torch's own function: without a Mode that one runs."""
+    x, inner = part(), []
+
+    def run(y: Tensor, *, scale: float) -> Tensor:
+        inner.append(depth())
+        return y * scale
+
+    calls, others = known(run, (x,), {"scale": 2.0}, result="found"), Others()
+    handles: tuple[Any, ...] = (handle_torch_function, _C.handle_torch_function)
+    for handle in handles:
+        with others, calls:
+            out = handle(run, (x,), x, scale=3.0)
+            assert out._spar_shard == "found" and float(out[0, 0]) == 3 and depth() == 2
+            with pytest.raises(ZeroDivisionError, match="in a function"):
+                handle(fails, (x,), x)
+            assert depth() == 2
+            with others:
+                handle(run, (x,), x, scale=3.0)
+        assert inner == [1, 2] and depth() == 0
+        inner.clear()
+        assert torch.equal(handle(torch.mul, (x,), x, other=2), x * 2)
+        with pytest.raises(TypeError, match="no implementation found"):
+            handle(fails, (1,), 1)
+        with pytest.raises(TypeError):
+            handle(torch.neg)
+    held = (x, calls, run, others)
+    counts = [sys.getrefcount(each) for each in held]
+    for _ in range(10):
+        with calls:
+            _C.handle_torch_function(run, (x,), x, scale=3.0)
+        with pytest.raises(TypeError):
+            _C.handle_torch_function(fails, (1,), x, scale=3.0)
+    inner.clear()
+    assert [sys.getrefcount(each) for each in held] == counts

@@ -8,15 +8,16 @@
 static spar_view_uses uses_of_view;
 
 const char spar_py_use_view_doc[] = PyDoc_STR(
-    "use_view(Tensor, Parameter, Size, values, has_part, takes_input_first, level, getattr, shard)\n\n"
+    "use_view(Tensor, Parameter, Size, values, has_part, takes_input_first, level, getattr, shard, has_mode,\n"
+    "         pop_mode, push_mode, handle)\n\n"
     "What spar._C.Mode uses: csrc/python/view.h.");
 
 PyObject *spar_py_use_view(PyObject *Py_UNUSED(module), PyObject *args)
 {
     spar_view_uses uses = {0};
-    if (!PyArg_ParseTuple(args, "OOOO!OOOOU", &uses.tensor, &uses.parameter, &uses.size, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OOOO!OOOOUOOOO", &uses.tensor, &uses.parameter, &uses.size, &PyTuple_Type,
                           &uses.values, &uses.has_part, &uses.takes_input_first, &uses.level, &uses.getattr,
-                          &uses.shard))
+                          &uses.shard, &uses.has_mode, &uses.pop_mode, &uses.push_mode, &uses.handle))
         return NULL;
     const struct {
         PyObject **at;

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <structmember.h>
 
+static PyObject *mode_type; /* made once */
+
 typedef struct {
     PyObject_HEAD
     PyObject *known; /* a dict: by the key of a call that has parts, a tuple of what it does */
@@ -304,7 +306,83 @@ static PyType_Spec mode_spec = {
 
 PyObject *spar_mode_type(void)
 {
-    return PyType_FromSpec(&mode_spec);
+    if (!mode_type)
+        mode_type = PyType_FromSpec(&mode_spec);
+    return Py_XNewRef(mode_type);
+}
+
+/* ---- functions of torch that are written in Python ---- */
+
+static PyObject *keywords(PyObject *const *values, PyObject *names)
+{
+    PyObject *kwargs = PyDict_New();
+    for (Py_ssize_t i = 0, count = names ? PyTuple_Size(names) : 0; kwargs && i < count; i++)
+        if (PyDict_SetItem(kwargs, PyTuple_GetItem(names, i), values[i]) < 0)
+            set_to(&kwargs, NULL);
+    return kwargs;
+}
+
+static PyObject *arguments(PyObject *const *given, Py_ssize_t count)
+{
+    PyObject *args = PyTuple_New(count);
+    for (Py_ssize_t i = 0; args && i < count; i++)
+        args = spar_tuple_set(args, i, Py_NewRef(given[i]));
+    return args;
+}
+
+/* Takes the innermost mode off torch's stack and runs it, if it is a Mode; else the result is NULL without an
+ * exception. */
+static PyObject *run_mode(const spar_view_uses *uses, PyObject *const *call, Py_ssize_t count)
+{
+    PyObject *enabled = PyObject_CallNoArgs(uses->has_mode);
+    int is_enabled = enabled ? PyObject_IsTrue(enabled) : -1;
+    Py_XDECREF(enabled);
+    PyObject *mode = is_enabled > 0 ? PyObject_CallNoArgs(uses->pop_mode) : NULL, *out = NULL;
+    if (!mode)
+        return NULL;
+    if (PyObject_TypeCheck(mode, (PyTypeObject *)mode_type))
+        out = mode_torch_function(mode, call, count);
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *pushed = PyObject_CallFunctionObjArgs(uses->push_mode, mode, NULL);
+    Py_DECREF(mode);
+    if (!pushed)
+        set_to(&out, NULL);
+    if (pushed || type)
+        PyErr_Restore(type, value, trace);
+    Py_XDECREF(pushed);
+    return out;
+}
+
+PyDoc_STRVAR(
+    handle_doc,
+    "handle_torch_function(public_api, relevant_args, *args, **kwargs)\n\n"
+    "torch.overrides.handle_torch_function in a third of its time where the innermost mode is a Mode.");
+
+static PyObject *module_handle(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count,
+                               PyObject *names)
+{
+    enum { FUNC, RELEVANT, FIRST };
+    const spar_view_uses *uses = spar_py_view_uses();
+    if (!uses)
+        return NULL;
+    if (count < FIRST)
+        return PyErr_Format(PyExc_TypeError, "handle_torch_function takes at least 2 arguments, not %zd",
+                            count);
+    PyObject *kwargs = keywords(given + count, names), *out = NULL;
+    PyObject *args = kwargs ? arguments(given + FIRST, count - FIRST) : NULL;
+    if (args) {
+        PyObject *const call[] = {given[FUNC], given[RELEVANT], args, kwargs};
+        out = run_mode(uses, call, sizeof call / sizeof *call);
+    }
+    if (args && !out && !PyErr_Occurred()) {
+        PyObject *all = arguments(given, count);
+        out = all ? PyObject_Call(uses->handle, all, kwargs) : NULL;
+        Py_XDECREF(all);
+    }
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return out;
 }
 
 /* ---- functions that the view's own code shares ---- */
@@ -333,11 +411,26 @@ static PyObject *module_mark_results(PyObject *Py_UNUSED(module), PyObject *args
     Py_RETURN_NONE;
 }
 
+static PyObject *module_call_key(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *func, *args, *kwargs;
+    const spar_view_uses *uses = spar_py_view_uses();
+    spar_call_key key = {NULL, 0};
+    if (!uses || !PyArg_ParseTuple(arguments, "OO!O!", &func, &PyTuple_Type, &args, &PyDict_Type, &kwargs) ||
+        spar_py_call_key(uses, func, args, kwargs, &key) < 0)
+        return NULL;
+    return key.key ? key.key : Py_NewRef(Py_None);
+}
+
 PyMethodDef spar_py_view_methods[] = {
+    {"call_key", module_call_key, METH_VARARGS,
+     "call_key(func, args, kwargs) -> all of a call that a rule may depend on; None where no key tells it"},
     {"use_view", spar_py_use_view, METH_VARARGS, spar_py_use_view_doc},
     {"replaced", module_replaced, METH_VARARGS,
      "replaced(args, kwargs, pairs) -> (args, kwargs), with other values at positions or names"},
     {"mark_results", module_mark_results, METH_VARARGS,
      "mark_results(out, result): says that a result is this shard, or several those of a list."},
+    {"handle_torch_function", (PyCFunction)(void (*)(void))module_handle, METH_FASTCALL | METH_KEYWORDS,
+     handle_doc},
     {NULL, NULL, 0, NULL},
 };

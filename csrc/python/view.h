@@ -15,6 +15,9 @@ typedef struct {
     PyObject *level;                     /* level() -> the level of torch.func's transforms, or None */
     PyObject *getattr;                   /* the builtin, which finds no attribute without an exception */
     PyObject *shard;                     /* the name of a part's attribute */
+    PyObject *has_mode;                  /* has_mode() -> whether torch calls a mode */
+    PyObject *pop_mode, *push_mode;      /* the innermost mode off torch's stack, and onto it */
+    PyObject *handle;                    /* torch.overrides.handle_torch_function */
     /* Strings: */
     PyObject *shape, *start, *stop, *step, *input, *call, *finish, *is_true, *is_false, *is_zero;
 } spar_view_uses;

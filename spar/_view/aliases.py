@@ -76,10 +76,10 @@ class Aliases:
                 self._add(own, _Alias(other, of_whole=False))
                 self._add(other, _Alias(own, of_whole=False))
 
-    def write(self, x: Tensor) -> None:
-        """Note that x is changed in place."""
-        if not self._of or not torch._C._has_storage(x):
-            return
+    def write(self, x: Tensor) -> bool:
+        """Note that x is changed in place; return whether others lack that."""
+        if not self._of or not torch._C._has_storage(x) or x.untyped_storage()._cdata not in self._of:
+            return False
         own, is_part = _memory(x), part_of(x) is not None
         for alias in self._living(own):
             storage = alias.memory.cdata
@@ -88,6 +88,7 @@ class Aliases:
             known = self._stale.get(storage)
             if known is None or known.of_whole:
                 self._stale[storage] = alias
+        return self.any_stale
 
     @property
     def any_stale(self) -> bool:

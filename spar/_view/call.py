@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 class Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("copies", "may_copy", "plan", "result", "run")
+    __slots__ = ("copies", "may_copy", "plan", "result", "run", "writes")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
@@ -46,6 +46,7 @@ class Step:
         self.result: Shard | list[Shard | None] | None = None  # of one result, or of several
         self.copies = False  # whether results would share memory if nothing was sharded, and do not
         self.may_copy = False  # whether a result may share memory, and would not if nothing was sharded
+        self.writes = False  # whether it changes its first argument
 
     def find_result(self, out: Any) -> Shard | list[Shard | None] | None:
         """Return what the results are by those of the first run."""

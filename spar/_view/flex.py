@@ -22,6 +22,7 @@ from .rules.products import shared
 from .view import View, current_view, without_view
 
 
+@functools.lru_cache(maxsize=256)
 def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a flex_attention that takes parts."""
 

@@ -58,10 +58,12 @@ def making_spans(masking_utils: Any) -> Iterator[None]:
             interface.register(_EAGER, floats)
 
 
+@functools.lru_cache(maxsize=256)
 def _is_known(own: Any, *more: str) -> bool:
     return callable(own) and {*_ARGUMENTS, *more} <= inspect.signature(own).parameters.keys()
 
 
+@functools.lru_cache(maxsize=256)
 def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes spans where `own` would make booleans, or floats from `booleans`."""
     signature = inspect.signature(own)

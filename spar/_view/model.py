@@ -9,12 +9,13 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._C import call_key
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .._group.registry import place_of
@@ -32,6 +33,7 @@ from .view import Around, View, current_view, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
+_MOST_KNOWN = 1000  # calls of a block
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
 
 
@@ -280,8 +282,8 @@ class _ExpertsForward(_Forward):
 class _ModelForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks, never compiled: torch.compile cannot trace the view."""
-        run = self._run if "torch._dynamo" not in sys.modules else torch._dynamo.disable(self._run)
-        return run(*args, **kwargs)
+        run = _run_disabled() if "torch._dynamo" in sys.modules else _ModelForward._run
+        return run(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         sharded, view = self.sharded, self.sharded.view
@@ -330,12 +332,19 @@ class _ModelForward(_Forward):
             warnings.warn(f"sharded {kind}: {report}", stacklevel=3)
 
 
+@functools.cache
+def _run_disabled() -> Any:
+    """Return what runs a model's forward and is never compiled."""
+    return torch._dynamo.disable(_ModelForward._run)
+
+
 class _Shards:
     """The hook in front of a block: shards the sequence that it receives, and all that is as long."""
 
     def __init__(self, sharded: _Sharded, block: torch.nn.Module) -> None:
         self.sharded = sharded
         self.names = tuple(inspect.signature(block.forward).parameters)
+        self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.sharded.is_running:
@@ -345,6 +354,26 @@ class _Shards:
 
     def _shard(self, args: Any, kwargs: Any) -> Any:
         """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
+        key = call_key(self.names, args, kwargs)
+        parts = None if key is None else self.known.get(key)
+        if parts is None:
+            parts = self._parts(args, kwargs)
+            if key is not None:
+                if len(self.known) >= _MOST_KNOWN:
+                    self.known.clear()
+                self.known[key] = parts
+        places = iter(parts)
+
+        def sharded(x: Any) -> Any:
+            if type(x) is tuple:
+                return tuple([sharded(entry) for entry in x])
+            part = next(places, None) if isinstance(x, Tensor) else None
+            return x if part is None else self.sharded.view.shard(x, part)
+
+        return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
+
+    def _parts(self, args: Any, kwargs: Any) -> tuple[Part | None, ...]:
+        """Return the part that is made of each tensor, in order; none if all stay."""
         named = [*zip(self.names, args, strict=False), *kwargs.items()]
         tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
         # Such as cosines and sines, [B, S, D] or [S, D]; [S, S] would be a mask.
@@ -359,20 +388,23 @@ class _Shards:
                 dim = _dim_of_tokens(main, total)
                 if main.size(dim) < view.parts.world:
                     continue
-                part = view.parts.part(dim, (main.size(dim),))
-                parts[id(main)] = part
+                part = parts[id(main)] = view.parts.part(dim, (main.size(dim),))
             if part.is_plain:
                 for x in [x for _, x in tensors if x.dim() > 2] + inner:
-                    if x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
+                    is_whole = part_of(x) is None
+                    if is_whole and x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
                         parts.setdefault(id(x), part)
+        wanted = [parts.get(id(x)) for x in _given(args, kwargs)]
+        return tuple(wanted) if any(part is not None for part in wanted) else ()
 
-        def sharded(x: Any) -> Any:
-            if type(x) is tuple:
-                return tuple([sharded(entry) for entry in x])
-            is_whole = isinstance(x, Tensor) and part_of(x) is None
-            return view.shard(x, parts[id(x)]) if is_whole and id(x) in parts else x
 
-        return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
+def _given(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Return the tensors among a block's arguments, and in tuples of them."""
+    for x in (*args, *kwargs.values()):
+        if type(x) is tuple:
+            yield from _given(x, {})
+        elif isinstance(x, Tensor):
+            yield x
 
 
 def _streams(tensors: list[tuple[str, Tensor]], total: int) -> list[Tensor]:

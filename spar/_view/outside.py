@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
+from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import Call
 from .eager import attending
@@ -54,6 +55,8 @@ def intercepted(view: View) -> Iterator[None]:
                 classmethod(_apply(torch.autograd.Function.__dict__["apply"])),
             )
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
+            for module in (torch.nn.functional, torch.functional, torch._tensor):
+                _replace(module, "handle_torch_function", handle_torch_function)
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
                 _replace(kind, "__call__", _scripted(kind.__call__))
             flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -86,6 +89,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
         _restore.callback(setattr, owner, name, before)
 
 
+@functools.lru_cache(maxsize=256)
 def _apply(own: Any) -> Callable[..., Any]:
     """own: a class method in Python, or from torch 2.15 on in C."""
 
@@ -125,6 +129,7 @@ def _has_parts(args: Any, kwargs: Any) -> bool:
     return any(part_of(x) is not None for x in tensors_in(args, kwargs))
 
 
+@functools.lru_cache(maxsize=256)
 def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

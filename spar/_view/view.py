@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
 
 from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
 from .bodies import body_of
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
+from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
@@ -27,15 +27,6 @@ from .rules.random import draws, may_draw, same_generators
 _MOST_STEPS = 20_000
 _EVEN = "_spar_even"  # an uneven part's attribute: its even one, and what says that neither was changed since
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
-_VIEWS_NAMES = """
-narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
-permute expand squeeze unsqueeze diagonal movedim moveaxis swapaxes swapdims unfold t get_T get_mT get_H
-adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel expand_as broadcast_to
-get_data detach alias get_real get_imag real imag view_as_real view_as_complex
-"""
-_VIEWS = frozenset(_VIEWS_NAMES.split())
-_MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too
-_MAY_SHARE = _MAY_COPY | {"contiguous"}
 # Functions of which nobody could make the result right: they read or change memory of the part.
 _MEMORY_NAMES = """
 data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
@@ -148,16 +139,21 @@ class View(Mode, TorchFunctionMode):
         out = step.run(*args, **kwargs)
         if step.result is None:
             step.result = step.find_result(out)
-            step.copies = _are_copies(function.name, args, base, out, bool(plan.moves))
-            step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in _MAY_SHARE
-            if key is not None and not (plan.moves or function.is_inplace or is_drawn):
-                rest = step if step.copies or step.may_copy else None
+            step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
+            step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
+            step.writes = function.is_inplace
+            if key is not None and not (plan.moves or is_drawn):
+                rest = step if step.copies or step.may_copy or step.writes else None
                 self._remember(key, step.run, plan.replaced, step.result, rest)
         mark_results(out, step.result)
-        return self._finish(step, base, out)
+        return out if step.writes else self._finish(step, base, out)
 
     def _finish(self, step: Step, base: Any, out: Any) -> Any:
         """Return a call's results after what is to be done for them; base: its first argument."""
+        if step.writes:
+            if self._aliases.write(base):
+                self._watch()
+            return out
         if step.copies:
             self._aliases.add_copies(tensors_in(out), base)
         return self._unshared(base, out) if step.may_copy else out
@@ -167,7 +163,7 @@ class View(Mode, TorchFunctionMode):
         part = part_of(base)
         if part is None:
             return out
-        is_sure = base.size(part.dim) != 1 or part.whole == 1 or _has_no_gaps(base, part.dim)
+        is_sure = base.size(part.dim) != 1 or part.whole == 1 or has_no_gaps(base, part.dim)
         if is_sure and not self._aliases.is_dense_copy(base):
             return out
         if out.untyped_storage()._cdata != base.untyped_storage()._cdata:
@@ -277,7 +273,7 @@ class View(Mode, TorchFunctionMode):
         if function.is_inplace:
             return self._whole_in_place(function, func, args, kwargs)
         out = func(*self.gather(args), **self.gather(kwargs))
-        if _is_view(name, args) and isinstance(args[0], Tensor):
+        if is_view(name, args) and isinstance(args[0], Tensor):
             self._aliases.add_copies(tensors_in(out), args[0])
         return out
 
@@ -286,7 +282,7 @@ class View(Mode, TorchFunctionMode):
         changed_args, changed_kwargs = changed(self._even, (args, kwargs))
         with self:
             out = func(*changed_args, **changed_kwargs)
-        if _is_view(name, args) and isinstance(args[0], Tensor):
+        if is_view(name, args) and isinstance(args[0], Tensor):
             self._aliases.add_copies(tensors_in(out), args[0])
         return out
 
@@ -332,8 +328,8 @@ class View(Mode, TorchFunctionMode):
         """Follow changes in place, of what others would share the memory of."""
         for x in tensors_in(args, kwargs) if self._aliases.any_stale else ():
             self.check_stale(function.name, x)
-        if function.is_inplace and args and isinstance(args[0], Tensor):
-            self._aliases.write(args[0])
+        target = args[0] if function.is_inplace and args else None
+        if isinstance(target, Tensor) and self._aliases.write(target):
             self._watch()
 
     def check_stale(self, name: str, x: Tensor) -> Tensor:
@@ -393,11 +389,6 @@ def without_view() -> _Left:
     return _Left()
 
 
-def _is_view(name: str, args: Any) -> bool:
-    """Whether a function's results share memory with its first argument."""
-    return name in _VIEWS or (name == "__getitem__" and _is_basic(args[1]))
-
-
 def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a tensor that a transform of torch.func wraps, which loses its attributes, is a part."""
     for x in tensors_in(args, kwargs):
@@ -425,22 +416,8 @@ use_view(
     maybe_current_level,
     getattr,
     _SHARD,
+    torch._C._is_torch_function_mode_enabled,
+    torch._C._pop_torch_function_stack,
+    torch._C._push_on_torch_function_stack,
+    handle_torch_function,
 )
-
-
-def _are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> bool:
-    """Whether results that would share a tensor's memory if nothing was sharded do not."""
-    if not isinstance(base, Tensor) or not _is_view(name, args) or (name in _MAY_COPY and not is_moved):
-        return False
-    memory = base.untyped_storage()._cdata
-    return any(x.untyped_storage()._cdata != memory for x in tensors_in(out))
-
-
-def _has_no_gaps(x: Tensor, dim: int) -> bool:
-    """Whether x is contiguous, and would be if its dim of size 1 were larger."""
-    return x.is_contiguous() and x.stride(dim) == prod(x.shape[dim + 1 :])
-
-
-def _is_basic(index: Any) -> bool:
-    entries = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(entry, (Tensor, list, range)) for entry in entries)

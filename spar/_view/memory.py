@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which results of torch functions share memory with their input, on parts and if nothing is sharded."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from .part import tensors_in
+
+_VIEWS_NAMES = """
+narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
+permute expand squeeze unsqueeze diagonal movedim moveaxis swapaxes swapdims unfold t get_T get_mT get_H
+adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel expand_as broadcast_to
+get_data detach alias get_real get_imag real imag view_as_real view_as_complex
+"""
+_VIEWS = frozenset(_VIEWS_NAMES.split())
+_MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too
+MAY_SHARE = _MAY_COPY | {"contiguous"}
+
+
+def is_view(name: str, args: Any) -> bool:
+    """Whether a function's results share memory with its first argument."""
+    return name in _VIEWS or (name == "__getitem__" and _is_basic(args[1]))
+
+
+def are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> bool:
+    """Whether results that would share a tensor's memory if nothing was sharded do not."""
+    if not isinstance(base, Tensor) or not is_view(name, args) or (name in _MAY_COPY and not is_moved):
+        return False
+    memory = base.untyped_storage()._cdata
+    return any(x.untyped_storage()._cdata != memory for x in tensors_in(out))
+
+
+def has_no_gaps(x: Tensor, dim: int) -> bool:
+    """Whether x is contiguous, and would be if its dim of size 1 were larger."""
+    return x.is_contiguous() and x.stride(dim) == prod(x.shape[dim + 1 :])
+
+
+def _is_basic(index: Any) -> bool:
+    entries = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(entry, (Tensor, list, range)) for entry in entries)
