@@ -278,3 +278,39 @@ def check_memory_of_images(rank: int, world: int, group: Group) -> None:
 
 def test_padded_images_in_inference_mode_and_channels_last(pool: Ranks) -> None:
     pool(3, check_memory_of_images)
+
+
+class Counting(nn.Module):
+    """A block that changes the table which it shares with other blocks."""
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        tables[1].mul_(2)
+        return x * tables[0] + tables[1] + x.mean(1, keepdim=True)
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counting() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tables = torch.full_like(x, 0.5), torch.ones_like(x)
+        for block in self.blocks:
+            x = block(x, tables)
+        return x
+
+
+def check_tables(rank: int, world: int, group: Group) -> None:
+    """With one row a rank's part is memory of the whole table, with two a copy, which later blocks lack."""
+    model = Tables()
+    whole = copy.deepcopy(model)
+    spar.shard_model(model, group)
+    x = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        torch.testing.assert_close(model(x[:1]), whole(x[:1]))
+        with pytest.raises(RuntimeError, match="changed in place through another one"):
+            model(x)
+
+
+def test_tables_that_a_block_changes_are_right_or_raise(pool: Ranks) -> None:
+    pool(2, check_tables)

@@ -94,14 +94,14 @@ class Aliases:
     def any_stale(self) -> bool:
         return bool(self._stale)
 
-    def is_stale(self, x: Tensor) -> bool:
-        """Whether x lacks a change that was made through another tensor."""
+    def is_stale(self, x: Tensor, as_part: bool = False) -> bool:
+        """Whether x, or a part that is made of it, lacks a change that was made through another tensor."""
         if not self._stale or not torch._C._has_storage(x):
             return False
         alias = self._stale.get(_memory(x).cdata)
         if alias is None or alias.memory.expired():
             return False
-        return not alias.of_whole or part_of(x) is None
+        return not alias.of_whole or not (as_part or part_of(x) is not None)
 
 
 def _memory(x: Tensor) -> StorageWeakRef:

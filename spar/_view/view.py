@@ -82,6 +82,7 @@ class View(Mode, TorchFunctionMode):
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Return the part of a whole tensor, that blocks receive in its place."""
+        self.check_stale("a block", x, as_part=True)
         out = self.parts.shard(x, part)
         if not out.is_contiguous():
             out = mark(out.clone(memory_format=torch.preserve_format), part)
@@ -332,8 +333,8 @@ class View(Mode, TorchFunctionMode):
         if isinstance(target, Tensor) and self._aliases.write(target):
             self._watch()
 
-    def check_stale(self, name: str, x: Tensor) -> Tensor:
-        if self._aliases.is_stale(x):
+    def check_stale(self, name: str, x: Tensor, as_part: bool = False) -> Tensor:
+        if self._aliases.is_stale(x, as_part):
             raise self.error(
                 name,
                 f"reads a tensor of shape {whole_shape(x)} that was changed in place through another one: a "
