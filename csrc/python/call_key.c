@@ -8,8 +8,8 @@
 static spar_view_uses uses_of_view;
 
 const char spar_py_use_view_doc[] = PyDoc_STR(
-    "use_view(Tensor, Parameter, Size, values, has_part, takes_input_first, level, getattr, shard, has_mode,\n"
-    "         pop_mode, push_mode, handle)\n\n"
+    "use_view(Tensor, Parameter, Size, values, has_part, takes_input_first, level, getattr, shard,\n"
+    "         has_mode, pop_mode, push_mode, handle)\n\n"
     "What spar._C.Mode uses: csrc/python/view.h.");
 
 PyObject *spar_py_use_view(PyObject *Py_UNUSED(module), PyObject *args)
