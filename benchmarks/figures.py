@@ -3,15 +3,14 @@
 
 Run it as root, on a machine without other work. Each part is a command that users can type, with its output
 on the page. Parts run one after another, for about half an hour. A part that fails is named on the page, and
-the exit status is 1. With --only, the other parts stay as they were in the last run, with its date. Logs and
-JSON are in build/figures.
+the exit status is 1. With --only, the other parts stay as the page has them. Logs and JSON are in
+build/figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shutil
@@ -239,7 +238,24 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, spar {spar.__version__}, torch {torch.__version__}"
 
 
-def page(results: dict[str, dict[str, str]]) -> str:
+def section(part: Part, where: str, text: str, failure: str) -> str:
+    """Return what the page says of a part, behind its title."""
+    today = datetime.date.today().isoformat()
+    lines = [part.text, f"`{shown(part)}`, {today}; {where}.", text]
+    if failure:
+        lines.append(f"**It failed**: {failure}.")
+    if part.plot:
+        lines.append(f"![{part.title}]({part.plot})")
+    return "\n\n".join(lines)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the sections of a page by their titles."""
+    titled = [text.partition("\n") for text in page.split("\n## ")[1:]]
+    return {title: text.strip("\n") for title, _, text in titled}
+
+
+def page(found: dict[str, str]) -> str:
     lines = [
         "# Figures",
         "",
@@ -250,39 +266,28 @@ def page(results: dict[str, dict[str, str]]) -> str:
         "",
     ]
     for part in PARTS:
-        found = results.get(part.name)
-        if not found:
-            continue
-        lines += [f"## {part.title}", "", part.text, ""]
-        lines += [f"`{shown(part)}`, {found['date']}; {found['machine']}.", ""]
-        lines += [found["text"], ""]
-        if found["failure"]:
-            lines += [f"**It failed**: {found['failure']}.", ""]
-        if part.plot:
-            lines += [f"![{part.title}]({part.plot})", ""]
+        if part.title in found:
+            lines += [f"## {part.title}", "", found[part.title], ""]
     return "\n".join(lines)
 
 
 def run(parts: Sequence[Part], limit: float, out: Path) -> int:
     """Run parts, and write the page; return the exit status."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    memory = FOLDER / "figures.json"
-    results: dict[str, dict[str, str]] = json.loads(memory.read_text()) if memory.exists() else {}
+    found = sections(out.read_text()) if out.exists() else {}
     failed = False
     for part in parts:
         print(f"{part.name}: {shown(part)}", flush=True)
         begin, where = time.monotonic(), machine()
         printed, failure = execute(part, limit)
         text = f"```console\n{printed[-2000:]}\n```" if failure else result_of(part, printed)
-        today = datetime.date.today().isoformat()
-        results[part.name] = {"date": today, "machine": where, "text": text, "failure": failure}
+        found[part.title] = section(part, where, text, failure)
         failed |= bool(failure)
         print(f"{part.name}: {failure or 'done'} after {time.monotonic() - begin:.0f} s", flush=True)
-        memory.write_text(json.dumps(results, indent=1))
+        out.write_text(page(found))
         plot = FOLDER / part.plot if part.has_table else FOLDER / f"{part.name}.0" / part.plot
         if part.plot and plot.exists():
             shutil.copyfile(plot, out.parent / part.plot)
-    out.write_text(page(results))
     print(f"the page is {out}")
     return int(failed)
 
