@@ -133,6 +133,10 @@ def check_memory(rank: int, world: int, group: Group) -> None:
         patch.setattr(_C, "arena_stats", lambda: (cap, reserved, cap // 2, cap // 2, 0, 0))
         assert not taken(4 * TOKENS)
     with pytest.MonkeyPatch.context() as patch:
+        take = _C.arena_take
+        patch.setattr(_C, "arena_take", lambda size: take(cap + size))  # as if no run of pages were as long
+        assert not taken(4 * TOKENS)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_of(group), "own_output", True)  # SPAR_OUTPUT=torch
         assert not taken(4 * TOKENS)
     assert taken(4 * TOKENS)

@@ -6,6 +6,7 @@ torch joins them in a new tensor, whose page faults take longer than the copy.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from .. import _C
 from .._exchange.watch import is_any_traced, is_transformed
 from .._group.registry import group_of
+from ..errors import SparError
 
 _LARGE = 1 << 20  # bytes; the C library keeps the pages of smaller tensors
 
@@ -165,10 +167,11 @@ def _cut(whole: Tensor, rows: Rows, shapes: Sequence[torch.Size]) -> tuple[Tenso
 
 
 def _reused(like: Tensor, rows: Rows) -> Tensor:
-    """Return rows in the arena, or in new memory where half of it is in use: exchanges need the rest."""
+    """Return rows in the arena; in new memory where half of it is in use, as exchanges need the rest."""
     size = torch.Size(rows.shape).numel() * like.element_size()
     cap, _, allocated, *_ = _C.arena_stats()
-    if size > cap // 2 - allocated:
-        return torch.empty_strided(*rows[1:], dtype=like.dtype, device=like.device)
-    memory = _C.arena_take(size).untyped_storage()
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, 0, *rows[1:])
+    if size <= cap // 2 - allocated:
+        with contextlib.suppress(SparError):  # no run of free pages is as long: this rank must not fail alone
+            memory = _C.arena_take(size).untyped_storage()
+            return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, 0, *rows[1:])
+    return torch.empty_strided(*rows[1:], dtype=like.dtype, device=like.device)
