@@ -26,9 +26,9 @@ POOL = (2, 3, 4)  # of the modules that import it
 TOLERANCE = 1e-5
 Rows = tuple[tuple[int, ...], ...]
 # Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
-# in float32, whose rounding depends on the processor (up to 1.0e-4 with AVX-512, 1.8e-4 with AVX2);
-# `test_gates_in_float64` compares them without it.
-GATES, ROUNDING = ("A_log.grad", "dt_bias.grad"), 3e-4
+# in float32, whose rounding depends on the processor (1.74e-4 with AVX2); `test_gates_in_float64` compares
+# them without it.
+GATES, ROUNDING = ("A_log.grad", "dt_bias.grad"), 2e-4
 
 FOUR = {"num_hidden_layers": 4}
 EXPERTS = llms.EXPERTS | {"shared_expert_intermediate_size": 16, "num_local_experts": 4}

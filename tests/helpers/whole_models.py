@@ -58,7 +58,10 @@ TYPES: dict[str, tuple[str, dict[str, Any], list[str]]] = {  # its class, config
     "all": ("Qwen3", {}, ["model"]),
 }
 # float32 of routers and of gates, by the processor; `test_gradients_in_float64` compares them without it
-ROUNDING = dict.fromkeys(["zaya", "its projections alone", "qwen4_exp", "with embeddings of n-grams"], 1e-3)
+ROUNDING = {
+    **dict.fromkeys(["zaya", "its projections alone"], 1e-3),
+    **dict.fromkeys(["qwen4_exp", "with embeddings of n-grams"], 4e-4),
+}
 
 
 def maker(name: str, **changes: Any) -> Callable[[], Any]:
