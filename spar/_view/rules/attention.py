@@ -190,7 +190,7 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
         layout = layouts[0] if keys is part else layouts
         options: dict[str, Any] = {"causal": causal, "scale": scale, "method": chosen}
         options["mask"] = mask if spans is None else spans
-        # The output is [B, S, H, D] in memory, as of torch's fused kernels: models flatten it without a copy.
+        # In memory it is [B, S, H, D], like that of torch's fused kernels: models flatten it without a copy.
         q, k, v = (x.unsqueeze(2) if single else x.transpose(1, 2) for x in (q, k, v))
         with drawing(part.parts, dropout_p):
             out = attention(q, k, v, layout, dropout_p=dropout_p, **options)

@@ -52,7 +52,6 @@ def kernels_of_parts(names: Names) -> Iterator[None]:
                 _own.clear()
 
 
-@functools.lru_cache(maxsize=256)
 def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
