@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling  # half of is_compiling's time
 
 from .._transports.dtypes import PLAIN_TYPES
 
+_plain_types = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transforms = torch._C._are_functorch_transforms_active
 
@@ -22,7 +23,7 @@ def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
     """
     return (
         is_dynamo_compiling()  # other tracers have a mode
-        or not PLAIN_TYPES.issuperset(map(type, tensors))
+        or not _plain_types.issuperset(map(type, tensors))
         or _dispatch_modes() > 0
         or _functorch_transforms()
     )

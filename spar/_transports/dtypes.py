@@ -10,7 +10,7 @@ import torch
 
 from .. import _C
 
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = torch.Tensor, torch.nn.Parameter  # no set, which torch 2.6 does not compile
 _C.use_torch(torch._C._from_dlpack, torch.uint8, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 # codes of the dtypes that a copy can scale: csrc/devices/scale.def
