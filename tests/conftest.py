@@ -18,20 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import prebuild, standins, workers
+from helpers import forks, prebuild, standins, workers
+from helpers.forks import PRELOAD
 from helpers.shared_gloo import shared
 
 from spar import _C
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "pytest",
-    "spar",
-]  # otherwise each rank imports them
 TRACERS = ["torch._dynamo", "torch.distributed.tensor.experimental"]  # the second by what Dynamo inlines
 COMPILERS = ["torch._inductor.compile_fx", "sympy.physics"]  # by simplify
 # Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
@@ -82,8 +76,9 @@ def _for_cpu_tensors() -> list[str]:
     return names
 
 
-# Ranks import this module too; spar's state must not start before the test does.
-TRANSPORTS = _for_cpu_tensors() if mp.current_process().name == "MainProcess" else []
+# Ranks and their server import this module too; spar's state must not start before the test does.
+_is_main = mp.current_process().name == "MainProcess" and forks.PATH not in os.environ
+TRANSPORTS = _for_cpu_tensors() if _is_main else []
 
 
 def pytest_configure() -> None:
@@ -132,7 +127,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         PRELOAD.extend(TRACERS)
     if any(item.get_closest_marker("compiler") for item in session.items):
         PRELOAD.extend(COMPILERS)
-    # test_faults has this list itself
+    # helpers/forks.py has this list itself
     named = [name for module in modules for name in getattr(module, "PRELOAD", ())]
     PRELOAD.extend(name for name in dict.fromkeys(named) if name not in PRELOAD)
     gc.freeze()  # what was imported and collected: each full collection would visit it
@@ -241,9 +236,7 @@ class Ranks:
 
     def _start(self) -> None:
         standins.needed(self.libraries)
-        # Forking a process that only imported torch is faster than spawning one.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forks.context()
         store = os.path.join(tempfile.mkdtemp(), "store")
         size = max(self.worlds)
         settings = (size, self.environment, self.libraries, self.entering, store)

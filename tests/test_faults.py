@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -17,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PRELOAD, TRANSPORTS
-from helpers import tables
+from conftest import TRANSPORTS
+from helpers import forks, tables
 
 import spar
 from spar._group.registry import group_of
@@ -37,8 +36,7 @@ def start(
     **environment: str,
 ) -> list[Any]:
     """Run function(rank, folder, *args) on new ranks; `set_up`: after a first exchange on their group."""
-    context = mp.get_context("forkserver")  # it only imports torch, so that its forks are clean
-    context.set_forkserver_preload(PRELOAD)
+    context = forks.context()
     processes = [
         context.Process(
             target=_enter,
