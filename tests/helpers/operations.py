@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 import spar
 from spar._commands.check.run import make_setting
-from spar._commands.check.trial import NO_GRADIENT, Case, Setting, difference, expected_of, listed
+from spar._commands.check.trial import (
+    NO_GRADIENT,
+    Case,
+    Expected,
+    Setting,
+    Trial,
+    difference,
+    expected_of,
+    listed,
+)
 from spar._commands.ranks import Ranks
 
 
@@ -55,7 +64,12 @@ def failures(
 ) -> Iterator[str]:
     """Run a case, forward and backward, within a context; yield what differs from the reference."""
     trial = case.make(setting)
-    expected = expected_of(trial, setting)
+    return failures_of(trial, expected_of(trial, setting), setting, context)
+
+
+def failures_of(
+    trial: Trial, expected: Expected, setting: Setting, context: Callable[[], Any]
+) -> Iterator[str]:
     recorded = trial.gradient != NO_GRADIENT
     inputs = [x.detach().clone().requires_grad_(recorded) for x in trial.inputs[setting.rank]]
     try:
