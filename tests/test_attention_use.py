@@ -15,7 +15,6 @@ from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whol
 from test_attention import DOCUMENTS
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -63,6 +62,7 @@ def test_five_lengths_compile_twice(ranks: Ranks, method: str, kind: str) -> Non
 
 def check_marked(rank: int, world: int, group: Group) -> None:
     """docs/compile.md: how to have one graph, and why not by mark_dynamic."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError  # imports sympy
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         return spar.attention(q, k, v, layout, causal=True)

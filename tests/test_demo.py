@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from test_faults import finish, start
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytest.importorskip("matplotlib", reason="make demo's, with tqdm")
+if importlib.util.find_spec("matplotlib") is None:  # its import takes half a second
+    pytest.skip("matplotlib, which make demo installs, is not", allow_module_level=True)
 SMALL = ["--steps", "12", "--batch", "1", "--seq", "130", "--dim", "48", "--layers", "1"]
 
 

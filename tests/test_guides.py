@@ -25,7 +25,6 @@ from conftest import TRANSPORTS, Ranks
 from helpers.whole_attention import whole_attention
 from test_rl import Model as SmallDecoder, given as of_rl
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import spar
@@ -215,6 +214,8 @@ def encoder() -> Names:
 
 def of_evaluation(group: dist.ProcessGroup) -> Names:
     """A decoder to evaluate; and a model to save, in a folder that all ranks have."""
+    from torch.distributed.fsdp import fully_shard  # here, as its import takes half a second
+
     folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
     dist.broadcast_object_list(folder, 0)
     generator = torch.Generator().manual_seed(0)

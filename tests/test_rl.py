@@ -16,7 +16,6 @@ from conftest import TRANSPORTS, Ranks
 from test_faults import finish, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import spar
 
@@ -251,6 +250,8 @@ class Policy(nn.Module):
 
 
 def check_fsdp2(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard  # here, as its import takes half a second
+
     world, expected = dist.group.WORLD, Model(0)
     loss = torch.cat([-sample.logprobs(expected)[0] for sample in SAMPLES]).mean()
     loss.backward()  # type: ignore[no-untyped-call]
