@@ -112,8 +112,10 @@ def test_gather_attends_to_runs_of_any_layout(ranks: Ranks) -> None:
     ranks(3, check_runs)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", [*METHODS, None])
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [(method, n) for method in (*METHODS, None) for n in (1, 2, 3, 4) if n != 3 or not method],
+)  # of 3 ranks, each method in float64
 def test_method_matches_one_process(ranks: Ranks, world: int, method: str | None) -> None:
     ranks(world, check_method, method, torch.float32, 2e-5)
 
