@@ -62,6 +62,7 @@ def check_samples(rank: int, world: int, group: Group) -> None:
             assert world == 1 or found.untyped_storage().nbytes() == found.numel() * found.element_size()
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_data_processor_samples(ranks: Ranks, world: int) -> None:
     ranks(world, check_samples)
@@ -125,6 +126,7 @@ def check_batches(rank: int, world: int, group: Group) -> None:
     assert_same(processor.preprocess(x.conj()).resolve_conj(), torch.cat([x.conj().resolve_conj()] * world))
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_data_processor_batches(ranks: Ranks, world: int) -> None:
     ranks(world, check_batches)
@@ -236,6 +238,7 @@ def check_slices(rank: int, world: int, group: Group) -> None:
                 assert_same(again, ids)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_slice_and_pad_input(ranks: Ranks, world: int) -> None:
     ranks(world, check_slices)
@@ -279,6 +282,7 @@ def check_unpad(rank: int, world: int, group: Group) -> None:
     assert gather(x, group, 0, 2 * world, 0).shape == (0, 3)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gather_forward_split_backward_and_unpad(ranks: Ranks, world: int) -> None:
     ranks(world, check_unpad)

@@ -213,6 +213,7 @@ def check_second_derivatives(rank: int, world: int, group: Group) -> None:
         check_derivative(f"{name} twice", same_derivative(function), x, group)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_first_and_second_derivatives(ranks: Ranks, world: int) -> None:
     ranks(world, check_second_derivatives)
@@ -462,6 +463,7 @@ def check_forward_mode(rank: int, world: int, group: Group) -> None:
                 spar.all_gather(x, group, out=torch.empty(2 * world))
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [1, 3])
 def test_forward_mode_is_exact(ranks: Ranks, world: int) -> None:
     ranks(world, check_forward_mode)

@@ -87,6 +87,7 @@ def check_halo(rank: int, world: int, group: Group) -> None:
             assert torch.equal(kept, leaf), (kind, before, after)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_halo_matches_the_whole_sequence(ranks: Ranks, world: int) -> None:
     ranks(world, check_halo)

@@ -91,6 +91,7 @@ def check_makers(rank: int, world: int, group: Group) -> None:
         check_moves(layout, owners, rank)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_makers(ranks: Ranks, world: int) -> None:
     ranks(world, check_makers)
@@ -121,6 +122,7 @@ def check_all_to_all(rank: int, world: int, group: Group) -> None:
     assert_same(two, one)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_to_all_by_layout(ranks: Ranks, world: int) -> None:
     ranks(world, check_all_to_all)

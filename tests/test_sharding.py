@@ -61,6 +61,7 @@ def check_even(rank: int, world: int, group: Group) -> None:
                     assert own is whole and sp_gather(own, dim) is whole
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_shard_and_sp_gather_even(ranks: Ranks, world: int) -> None:
     ranks(world, check_even)
@@ -83,6 +84,7 @@ def check_uneven(rank: int, world: int, group: Group) -> None:
             assert sp_gather(own, 1).shape == (2, sum(range(world)))  # the group is usable
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_shard_and_sp_gather_uneven(ranks: Ranks, world: int) -> None:
     ranks(world, check_uneven)
@@ -110,6 +112,7 @@ def check_gradients(rank: int, world: int, group: Group) -> None:
             torch.testing.assert_close(x.grad, grad)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_shard_and_sp_gather_gradients(ranks: Ranks, world: int) -> None:
     ranks(world, check_gradients)
@@ -141,6 +144,7 @@ def check_padding(rank: int, world: int, group: Group) -> None:
         assert_same(x.grad, torch.cat(grads)[: world + 1] / world)
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", WORLDS)
 def test_sp_shard_with_padding(ranks: Ranks, world: int) -> None:
     ranks(world, check_padding)
@@ -257,6 +261,7 @@ def check_warning(rank: int, world: int, group: Group) -> None:
         no_warning()  # a sequence group of size 1
 
 
+@pytest.mark.one_transport
 def test_warns_once_without_a_topology(ranks: Ranks) -> None:
     ranks(2, check_warning)
 
@@ -355,6 +360,7 @@ def check_validator(rank: int, world: int, group: Group) -> None:
         validator.validate()
 
 
+@pytest.mark.one_transport
 @pytest.mark.parametrize("world", [2, 3])
 def test_sharding_validator(ranks: Ranks, world: int) -> None:
     ranks(world, check_validator)
