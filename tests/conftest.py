@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing as mp
 import os
@@ -22,10 +23,9 @@ from helpers import forks, prebuild, standins, workers
 from helpers.forks import PRELOAD
 from helpers.shared_gloo import shared
 
-from spar import _C
-
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
+FEW = 4  # ranks that a pool has at first: most modules need no more
 TRACERS = ["torch._dynamo", "torch.distributed.tensor.experimental"]  # the second by what Dynamo inlines
 COMPILERS = ["torch._inductor.compile_fx", "sympy.physics"]  # by simplify
 # Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
@@ -60,15 +60,24 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
 # `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
 QUICK |= {"test_settings", "test_sizes", "test_source", "test_structure", "test_utils"}
-NOT_QUICK = {"test_readme_example_runs"}  # starts Python several times
+NOT_QUICK = {"test_readme_example_runs"}  # starts ranks
 QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
 QUICK_RANKS |= {"test_sharding"}
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
-def _for_cpu_tensors() -> list[str]:
-    """Return the transports that can serve CPU tensors of one rank, in the order of the table."""
+@functools.cache
+def transports() -> list[str]:
+    """Return the transports that can serve CPU tensors of one rank, in the order of the table.
+
+    Ranks and their server, which import this module too, get none: spar's state must not start in them before
+    the test does.
+    """
+    if mp.current_process().name != "MainProcess" or forks.PATH in os.environ:
+        return []
+    from spar import _C
+
     names: list[str] = []
     info = _C.peer_info()
     while not names or names[-1] != "torch":  # the last row, which serves every device
@@ -76,16 +85,19 @@ def _for_cpu_tensors() -> list[str]:
     return names
 
 
-# Ranks and their server import this module too; spar's state must not start before the test does.
-_is_main = mp.current_process().name == "MainProcess" and forks.PATH not in os.environ
-TRANSPORTS = _for_cpu_tensors() if _is_main else []
+def __getattr__(name: str) -> Any:
+    """Make `TRANSPORTS` when a module imports it: pytest-xdist's main process need not import torch."""
+    if name == "TRANSPORTS":
+        return transports()
+    raise AttributeError(name)
 
 
-def pytest_configure() -> None:
-    import torch
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
 
-    # More are slower with small tensors, and spin on the cores of other workers while one waits for another.
-    torch.set_num_threads(1)
+        # More are slower with small tensors, and spin on other workers' cores while one waits for another.
+        torch.set_num_threads(1)
     workers.folder()  # workers and ranks inherit it
 
 
@@ -229,16 +241,16 @@ class Ranks:
         self.environment = environment or {}
         self.libraries = libraries  # its processes load them first
         self.entering = entering  # by rank: what its process does at its start
+        self.first = FEW  # how many start, unless a call needs more
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
-        self.transport = TRANSPORTS[-1]
+        self.transport = transports()[-1]
         self.groups: set[tuple[str, int]] = set()  # made at their first use: gloo has a thread for each
 
-    def _start(self) -> None:
+    def _start(self, size: int) -> None:
         standins.needed(self.libraries)
         context = forks.context()
         store = os.path.join(tempfile.mkdtemp(), "store")
-        size = max(self.worlds)
         settings = (size, self.environment, self.libraries, self.entering, store)
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -263,8 +275,10 @@ class Ranks:
     def __call__(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 150
     ) -> list[Any]:
-        if not self.processes:
-            self._start()
+        if world > len(self.processes):
+            self.stop()
+            most = max(self.worlds)
+            self._start(most if world > FEW else min(self.first, most))
         pipes, key = self.pipes[:world], (self.transport, world)
         for pipe in pipes if key in self.groups else self.pipes:  # a new group is made by all ranks
             pipe.send((world, self.transport, function, args))
@@ -296,13 +310,16 @@ class Ranks:
         return [results[rank][1] for rank in range(world)]
 
 
-@pytest.fixture(scope="module")  # its start costs 0.3 core seconds, and gloo's threads up to 2 a minute
+@pytest.fixture(scope="module")  # its start costs 0.1 core seconds, and gloo's threads up to 2 a minute
 def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """The ranks of a module's tests; of as many as its POOL says, which are over the first transport."""
     worlds = getattr(request.module, "POOL", None)
     pool = Ranks(worlds or WORLDS)
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    pool.first = max([FEW, *(values["world"] for values in params if "world" in values)])
     if worlds:
-        pool.transport = TRANSPORTS[0]
+        pool.transport = transports()[0]
     yield pool
     pool.stop()
 
@@ -311,7 +328,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat tests that request `ranks` on each CPU transport; if marked `one_transport` on the first."""
     if "ranks" in metafunc.fixturenames:
         one = metafunc.definition.get_closest_marker("one_transport") is not None
-        metafunc.parametrize("ranks", TRANSPORTS[:1] if one else TRANSPORTS, indirect=True)
+        metafunc.parametrize("ranks", transports()[:1] if one else transports(), indirect=True)
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
         another_group,
         SHARD,
         ValueError,
-        "layout is SequenceLayout.even(6, 7 ranks) of another group; expected a layout of the call's group",
+        "layout is SequenceLayout.even(6, 4 ranks) of another group; expected a layout of the call's group",
     ),
     "layout and sizes": (
         of_layout(lambda layout: spar.all_gather(z(2), sizes=[2, 2, 2], layout=layout)),

@@ -148,9 +148,8 @@ def check_growth(rank: int, world: int, group: Group, calls: int) -> None:
 
 
 def test_calls_do_not_leak(shm: Ranks) -> None:
-    shm(
-        2, check_growth, 12_000
-    )  # if each kept malloc's smallest block, 32 bytes, they would exceed the limit
+    # If each call kept malloc's smallest block, of 32 bytes, they would exceed the limit.
+    shm(2, check_growth, 12_000)
 
 
 def create_and_close(rank: int, folder: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers import workers
 
@@ -84,6 +83,8 @@ def needed(libraries: Sequence[Path]) -> None:
 
     That has mapped the real libraries, which spar prefers, and needs a driver for each device.
     """
+    import torch  # here, because pytest-xdist's main process imports this module
+
     if torch.version.cuda is not None and {path.name for path in libraries} & set(NAMES):
         pytest.skip("stand-ins of CUDA's libraries need a torch without CUDA")
 
