@@ -41,6 +41,7 @@ FIRST += ("test_attention_flex", "test_attention_compile", "test_operations", "t
 FIRST += ("test_transformers_hybrid", "test_transformers_masks", "test_transformers_state")
 FIRST += ("test_transformers_whole", "test_diffusers_classes")
 FIRST += ("test_attention", "test_async_errors", "test_ops", "test_layouts", "test_local_failures")
+FIRST += ("test_interrupted_calls", "test_view")
 FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_sharding", "test_set_ups")
 LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
 SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
@@ -53,16 +54,18 @@ SPREAD = {  # modules without module-scoped fixtures: their tests may run on any
         "test_secrets",
         "test_set_ups",
         "test_source",
+        "test_documented",
+        "test_interrupted_calls",
     ),
     *("test_strangers", "test_topology", "test_many_groups", "test_workers"),
     "test_commands",
 }
 # `make check` runs modules without ranks, and of some with ranks, one world size over one transport
 QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
-QUICK |= {"test_settings", "test_sizes", "test_source", "test_structure", "test_utils"}
+QUICK |= {"test_documented", "test_settings", "test_sizes", "test_source", "test_structure", "test_utils"}
 NOT_QUICK = {"test_readme_example_runs"}  # starts ranks
 QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
-QUICK_RANKS |= {"test_sharding"}
+QUICK_RANKS |= {"test_exact_forward_mode", "test_sharding"}
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -39,7 +39,7 @@ Names = dict[str, Any]
 COMPILED_ONLY = {
     ("README.md", 0): "the six lines of transformers.md",
     ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
-    ("README.md", 3): "ends the process group: tests/test_source.py runs it",
+    ("README.md", 3): "ends the process group: tests/test_documented.py runs it",
     (
         "dataloading.md",
         0,
