@@ -254,5 +254,6 @@ def check_traced(rank: int, world: int, group: Group) -> None:
     assert_same(found, wanted)
 
 
+@pytest.mark.one_transport
 def test_async_under_modes_and_compile(ranks: Ranks) -> None:
     ranks(2, check_traced)

@@ -61,7 +61,7 @@ def check_random_lengths(rank: int, world: int, group: Group, count: int) -> Non
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_lengths_match_one_process(ranks: Ranks, world: int) -> None:
-    ranks(world, check_random_lengths, 6 if world == 1 else 12)
+    ranks(world, check_random_lengths, 4 if world == 1 else 8)
 
 
 def sent_by(layout: SequenceLayout, method: str) -> int:

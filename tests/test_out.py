@@ -237,6 +237,7 @@ def check_traced(rank: int, world: int, group: Group) -> None:
     assert "spar::all_to_all" in {event.name for event in profile.events()}
 
 
+@pytest.mark.one_transport
 def test_out_under_compile_meta_and_the_profiler(ranks: Ranks) -> None:
     ranks(2, check_traced)
 

@@ -101,14 +101,16 @@ def made(layer: Layer, kind: str, group: Group) -> SequenceLayout:
 
 
 def check_bytes(rank: int, world: int, group: Group) -> None:
-    """On 2 ranks every second way of each layer, on 4 the others."""
+    """On 2 ranks every second way of each layer, on 4 the others, each compared on two of them."""
     for i, layer in enumerate(layers(world)):
         for j, (method, kind) in enumerate(ways_of(layer)):
             if kind == HYBRID or (i + j + world // 2) % 2:
                 continue
             layout = made(layer, kind, group)
-            plan = exchanged(layer, method, kind, rank)
             found = real_traffic(layer, method, layout)
+            if world == 4 and (rank + (i + j) // 2) % 2:
+                continue  # planning takes longer than the attention
+            plan = exchanged(layer, method, kind, rank)
             assert found == (plan.forward, plan.backward), (layer, method, kind, plan, found)
 
 

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks
 from helpers.orders import ORDERS
 from helpers.reference import assert_same, cells, joined, owned, rule, zigzag
 from helpers.tables import MAKERS, TOTALS
@@ -298,9 +298,8 @@ def check_orders(rank: int, folder: Path) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hybrid_in_both_orders(tmp_path: Path, transport: str) -> None:
-    ranks = start(check_orders, 4, tmp_path, SPAR_TRANSPORT=transport)
+def test_hybrid_in_both_orders(tmp_path: Path) -> None:
+    ranks = start(check_orders, 4, tmp_path)
     assert finish(ranks, 120) == [0] * 4
 
 
@@ -329,9 +328,8 @@ def check_unsharded(rank: int, folder: Path) -> None:
         SequenceLayout.hybrid(9, ParallelState())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hybrid(tmp_path: Path, transport: str) -> None:
-    ranks = start(check_hybrid, 4, tmp_path, SPAR_TRANSPORT=transport)
+def test_hybrid(tmp_path: Path) -> None:
+    ranks = start(check_hybrid, 4, tmp_path)
     assert finish(ranks, 90) == [0] * 4
 
 
