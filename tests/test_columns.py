@@ -88,9 +88,9 @@ def check_cuts(rank: int, world: int, group: Group) -> None:
         leaf = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         parts = cut(leaf * 2)
         joined = columns.with_one_gradient(parts, group)
-        assert [x.grad_fn.name() == "_ColumnsBackward" for x in joined if x.grad_fn] == [joins] * len(
-            parts
-        ), name
+        assert [x.grad_fn.name() == "ColumnsBackward" for x in joined if x.grad_fn] == [joins] * len(parts), (
+            name
+        )
         for x, part in zip(joined, parts, strict=True):
             torch.testing.assert_close(x, part, rtol=0, atol=0)
         uppers = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in parts]

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .columns import targets_of
 from .exchange import Chain, Exchange, Tensors
 from .watch import _functorch_transforms, must_record
 
@@ -42,6 +43,10 @@ class SparExchange(torch.autograd.Function):
         try:
             if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
                 return None, *apply(back.recorded(), grads)
+            if len(grads) > 1 and not is_dynamo_compiling():
+                targets = targets_of(back, grads, ctx.next_functions)
+                if targets is not None:
+                    return None, *cast(Exchange, back).run(grads, ctx.forward, targets)
             return None, *back.run(grads, ctx.forward)
         except BaseException as error:
             back.report(before, grads, error)

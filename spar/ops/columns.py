@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are columns of one tensor: their gradients are joined to that of the one in reused memory.
-
-torch joins them in a new tensor, whose page faults take longer than the copy.
-"""
+"""Tensors that are columns of one tensor: which are, so that their gradients are joined at once."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _C
+from .._exchange.columns import Columns, Rows, are_in_order, by_stride
 from .._exchange.watch import is_any_traced, is_transformed
 from .._group.registry import group_of
-from ..errors import SparError
 
 _LARGE = 1 << 20  # bytes; the C library keeps the pages of smaller tensors
 
@@ -28,19 +23,6 @@ _VIEWS = frozenset(
         *("Unsqueeze", "View"),
     )
 )
-
-
-class Rows(NamedTuple):
-    """A tensor as rows [B, S, columns], of which each of the parts `[B, S, ...]` has some columns.
-
-    Attributes:
-        order: the parts, from the first columns on.
-        shape, strides: of the rows.
-    """
-
-    order: list[int]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 def with_one_gradient(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
@@ -61,7 +43,7 @@ def with_one_gradient(tensors: Sequence[Tensor], group: Any) -> list[Tensor]:
         assert base is not None
         rows = _rows(base, parts) if len(parts) > 1 and _serves(base, parts, group) else None
         if rows is not None:
-            views = _Columns.apply(base, rows, [x.shape for x in parts])  # type: ignore[no-untyped-call]
+            views = Columns.apply(base, rows, [x.shape for x in parts])  # type: ignore[no-untyped-call]
             for i, view in zip(indices, views, strict=True):
                 result[i] = view
     return result
@@ -102,7 +84,7 @@ def _rows(base: Tensor, parts: Sequence[Tensor]) -> Rows | None:
         first = base.storage_offset() + columns * unit
         if (x.shape[:2], x.stride()[:2]) != outer or x.storage_offset() != first:
             return None
-        if not _are_in_order(x.shape[2:], x.stride()[2:], unit):
+        if not are_in_order(x.shape[2:], x.stride()[2:], unit):
             return None
         columns += x.shape[2:].numel()
     rows = Rows(order, (*outer[0], columns), (*outer[1], unit))
@@ -110,68 +92,7 @@ def _rows(base: Tensor, parts: Sequence[Tensor]) -> Rows | None:
     return rows if is_all and _are_dense(*rows[1:]) and _are_dense(base.shape, base.stride()) else None
 
 
-def _are_in_order(shape: Sequence[int], strides: Sequence[int], unit: int) -> bool:
-    """Whether items lie in row-major order, `unit` items of memory apart."""
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent != 1 and stride != unit:
-            return False
-        unit *= extent
-    return True
-
-
 def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether no two items share memory, and there is none between them."""
-    dims = _by_stride(strides)
-    return _are_in_order([shape[dim] for dim in dims], [strides[dim] for dim in dims], 1)
-
-
-def _by_stride(strides: Sequence[int]) -> list[int]:
-    """Return the dims, those of the longest strides first."""
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-class _Columns(torch.autograd.Function):
-    """The parts of a tensor that rows describe."""
-
-    @staticmethod
-    def forward(ctx: Any, base: Tensor, rows: Rows, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.shapes = rows, shapes
-        ctx.base = base.shape, base.stride()
-        whole = base.as_strided(rows.shape, rows.strides)
-        parts: list[Any] = [None] * len(shapes)
-        for i, part in zip(rows.order, _cut(whole, rows, shapes), strict=True):
-            parts[i] = part.view(shapes[i])
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        rows = ctx.rows
-        parts = [grads[i].flatten(2) for i in rows.order]
-        if torch.is_grad_enabled():  # a graph sees nothing in place
-            whole = torch.cat(parts, 2)
-        else:
-            whole = _reused(grads[0], rows)
-            for part, columns in zip(parts, _cut(whole, rows, ctx.shapes), strict=True):
-                columns.copy_(part)
-        # As the memory, and that as the base.
-        shape, strides = ctx.base
-        memory = whole.permute(_by_stride(rows.strides)).reshape(-1)
-        dims = _by_stride(strides)
-        places = [dims.index(dim) for dim in range(len(dims))]
-        return memory.view([shape[dim] for dim in dims]).permute(places), None, None
-
-
-def _cut(whole: Tensor, rows: Rows, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
-    """Return the columns of each part, the first ones first."""
-    return torch.split(whole, [shapes[i][2:].numel() for i in rows.order], 2)
-
-
-def _reused(like: Tensor, rows: Rows) -> Tensor:
-    """Return rows in the arena; in new memory where half of it is in use, as exchanges need the rest."""
-    size = torch.Size(rows.shape).numel() * like.element_size()
-    cap, _, allocated, *_ = _C.arena_stats()
-    if size <= cap // 2 - allocated:
-        with contextlib.suppress(SparError):  # no run of free pages is as long: this rank must not fail alone
-            memory = _C.arena_take(size).untyped_storage()
-            return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, 0, *rows[1:])
-    return torch.empty_strided(*rows[1:], dtype=like.dtype, device=like.device)
+    dims = by_stride(strides)
+    return are_in_order([shape[dim] for dim in dims], [strides[dim] for dim in dims], 1)
