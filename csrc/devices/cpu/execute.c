@@ -12,6 +12,7 @@ enum {
     TILE = 2048,        /* bytes that go to several outputs from the L1 cache */
     FEW = 8,            /* outputs that are written at a time */
     AHEAD = 2048,       /* bytes that are read ahead of short strided runs */
+    ROWS_AHEAD = 4,     /* the same of rows: of those with gaps between them each may begin on another page */
     SHORT_RUN = 2048,   /* bytes: of longer runs the processor reads most ahead by itself */
     TURN = 1024,        /* bytes that are read before the first target has its next turn */
     LARGE = 1 << 17, /* bytes for a target, from which on an input is read from memory rather than a cache */
@@ -201,6 +202,9 @@ static void copy_in_turn(const copy *c, int64_t i, int64_t first, int64_t count)
             }
             char *d = (char *)c->to[target][block->tensor] + dst;
             const char *from = (const char *)c->from[block->tensor] + src;
+            if (n == 1 && block->run <= SHORT_RUN)
+                for (int64_t line = 0; line < block->run; line += SPAR_CACHE_LINE)
+                    __builtin_prefetch(from + ROWS_AHEAD * dims[last].src + line);
             if (n == 1) /* as constants they save a short run half its time */
                 copy_runs(c, d, from, 1, 0, 0, block->run);
             else
