@@ -63,7 +63,11 @@ def test_nontemporal_stores_are_fenced() -> None:
     }
     scales = {"execute.c:copy_runs", "execute.c:scale_to_all"}
     assert functions_with("spar_scale_nontemporal") == {"scale.c:spar_scale_nontemporal", *scales}
-    assert functions_with("spar_nontemporal_line") == {"scale.c:lines_plain", "scale.c:VECTORS"}
+    assert functions_with("spar_nontemporal_line") == {
+        "execute.c:repeat",
+        "scale.c:lines_plain",
+        "scale.c:VECTORS",
+    }
     assert functions_with("put_lines") == {"scale.c:put_lines", "scale.c:scale_lines", "scale.c:f16_lines"}
 
 

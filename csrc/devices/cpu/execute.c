@@ -59,6 +59,40 @@ static void stream_runs(char *d, const char *s, int64_t n, int64_t ds, int64_t s
     }
 }
 
+#define FILL_LINE(size)                                                                                      \
+    case size:                                                                                               \
+        for (int at = 0; at < SPAR_CACHE_LINE; at += size)                                                   \
+            memcpy(line + at, s, size);                                                                      \
+        break;
+
+/* Writes an item of an expanded input n times; returns 0 where that gains nothing. */
+static int repeat(const copy *c, char *d, const char *s, int64_t n, int64_t item)
+{
+    _Alignas(SPAR_CACHE_LINE) char line[SPAR_CACHE_LINE];
+    int64_t head = -(intptr_t)d & (SPAR_CACHE_LINE - 1), tail = (n * item - head) & (SPAR_CACHE_LINE - 1);
+    if (n * item < 2 * SPAR_CACHE_LINE || (intptr_t)d & (item - 1)) /* lines would differ */
+        return 0;
+    switch (item) {
+        FILL_LINE(1)
+        FILL_LINE(2)
+        FILL_LINE(4)
+        FILL_LINE(8)
+        FILL_LINE(16)
+        FILL_LINE(32)
+    default:
+        return 0;
+    }
+    char *end = d + n * item - tail;
+    memcpy(d, line, (size_t)head);
+    for (char *to = d + head; to < end; to += SPAR_CACHE_LINE)
+        if (c->nontemporal)
+            spar_nontemporal_line(to, line);
+        else
+            memcpy(to, line, SPAR_CACHE_LINE);
+    memcpy(end, line, (size_t)tail);
+    return 1;
+}
+
 /* Copies n runs with strides `ds` and `ss`. */
 static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t ds, int64_t ss, int64_t run)
 {
@@ -77,6 +111,8 @@ static void copy_runs(const copy *c, char *d, const char *s, int64_t n, int64_t 
                 spar_scale_items(scale, d + i * ds, s + i * ss, run / item, item, item);
         return;
     }
+    if (ss == 0 && ds == run && repeat(c, d, s, n, run))
+        return;
     switch (run) {
         COPY_ITEMS(1)
         COPY_ITEMS(2)
