@@ -123,3 +123,17 @@ def test_threads_share_the_turns(team: None) -> None:
         core.library().spar_threads_limit(threads)
         core.library().spar_threads_min_bytes(worth)
         check(case)
+
+
+@pytest.mark.parametrize("width", [33, 64, 301])
+@pytest.mark.parametrize("item", [1, 2, 4, 8, 12, 16])
+def test_rows_of_one_item(item: int, width: int) -> None:
+    """Expanded items of several bytes, which are written by lines, wherever these begin."""
+    rows = tokens(3 * width * item, 3)
+    inputs = [[torch.randint(256, (rows, 3, 1, item), dtype=torch.uint8)] for _ in range(3)]
+    inputs = [[x.expand(-1, -1, width, -1) for x in own] for own in inputs]
+    numbers = list(pair(even(0, 3 * rows), even(1, 3)))
+    plans = core.build_plans("exchange", inputs, [numbers])
+    results = core.world(3).exchange(plans, inputs)
+    for rank, (y,) in enumerate(results):
+        assert torch.equal(y, torch.cat([x[:, rank : rank + 1] for (x,) in inputs]))

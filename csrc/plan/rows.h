@@ -17,7 +17,7 @@ int64_t spar_row_bytes(const spar_plan_tensor *tensor);
 int64_t spar_rows_reach(const spar_plan_tensor *tensor, int64_t bytes, int64_t pitch);
 
 /* The blocks of a plan as outputs have them in rows, where nothing may be allocated. */
-enum { SPAR_ROWS_BLOCKS = 256, SPAR_ROWS_DIMS = 1024 };
+enum { SPAR_ROWS_BLOCKS = 128, SPAR_ROWS_DIMS = 512 };
 typedef struct {
     int64_t nblocks, ndims;
     spar_block blocks[SPAR_ROWS_BLOCKS];
