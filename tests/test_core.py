@@ -219,7 +219,7 @@ def test_strangers_do_not_disturb_tcp_set_up(program: Builder, kind: str) -> Non
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("how", ["processes", "threads"])
 @each("plain", "address")
 def test_invalid_output_offset_is_rejected(program: Builder, how: str, which: int, kind: str) -> None:
