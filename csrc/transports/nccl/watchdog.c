@@ -342,11 +342,11 @@ spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadlin
     return status;
 }
 
-/* Marks the end of the call in its stream. */
+/* Marks the end of the call in its stream. The mark of a later call on another stream waits for this one. */
 static spar_status mark_end(const spar_watchdog *w, void *stream)
 {
-    SPAR_TRY_CU(EventRecord, w->last, stream);
     SPAR_TRY_CU(StreamWriteValue32, stream, (CUdeviceptr)(uintptr_t)w->ended, (uint32_t)w->call, 0);
+    SPAR_TRY_CU(EventRecord, w->last, stream);
     return SPAR_OK;
 }
 
