@@ -117,7 +117,8 @@ def test_cuda_device(program: Builder, kind: str, threads: int, plans: int, dela
 @each("plain", "address", "thread")
 @pytest.mark.parametrize(
     ("peers", "calls", "slot", "delay"),
-    [(2, 300, 1024, 0), (3, 120, 2048, 50), (4, 60, 1 << 16, 50)],  # many rounds, some, one
+    # many rounds; some; fewer, and direct ones
+    [(2, 300, 1024, 0), (3, 120, 2048, 50), (3, 120, 1 << 14, 50), (4, 60, 1 << 16, 50)],
 )
 def test_push(program: Builder, kind: str, peers: int, calls: int, slot: int, delay: int) -> None:
     """Random calls of ranks that are threads: each peer's bytes arrive, and no two ranks race for a slot."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -260,20 +261,21 @@ def factors(rows: str, width: int) -> Sequence[str]:
 
 @pytest.mark.not_under_asan("ASan's dlopen does not find the libraries beside the real NVRTC")
 def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
-    """In the PTX of each kernel: peers on other GPUs see a signal behind what was written before it."""
+    """In the PTX of each kernel: peers on other GPUs see an offer or a signal behind what was written before
+    it, and what is written after a wait comes after it."""
     text = ptx_of(part)
     kernels = text.split(".entry ")[1:]
     assert len(kernels) == 18
     for kernel in kernels:
         body = kernel.split("\n}")[0]
         name = body.split("(")[0]
-        copied = body.rindex("st.global")
-        barrier, counted = body.rindex("bar.sync"), body.index("atom.acq_rel.gpu.global.inc.u32")
-        assert body.index("ld.acquire.sys.global.u32") < body.index("bar.red.or.pred") < barrier < counted, (
-            name
-        )
-        assert counted < body.rindex("bar.red.or.pred") < body.rindex("st.release.sys.global.u32"), name
-        assert copied > counted, f"{name} counts the round after its signals"
+        arrived, counted = (find("atom.acq_rel.gpu.global.inc.u32") for find in (body.index, body.rindex))
+        first, awaited, last = (match.start() for match in re.finditer("bar.red.or.pred", body))
+        offered = body.index("st.release.sys.global.u32")
+        assert arrived < first < offered < body.index("ld.acquire.sys.global.u32", offered) < awaited, name
+        assert awaited < body.rindex("bar.sync") < counted < last, name
+        signalled = body.index("st.release.sys.global.u32", last)
+        assert signalled < body.rindex("st.global"), f"{name} counts the round before its signals"
         assert "%globaltimer" in body and "trap" not in body, name
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Ranks
-from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_ranks, standins
+from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_direct, push_ranks, standins
 from helpers.push_ranks import over_push
 from helpers.tables import EXCHANGES
 from test_nccl import cells_of, large_cells
@@ -50,9 +50,27 @@ def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, nccl_in_flight.check_side_stream)
 
 
-@pytest.mark.parametrize("slot", [1024, SLOT])
+@pytest.mark.parametrize("slot", [2048, SLOT])
 def test_graph_replays_read_current_inputs(gpus: Ranks, slot: int) -> None:
     gpus(3, over_push, slot, nccl_ranks.check_capture, SLOT)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_outputs_in_the_slot(gpus: Ranks, world: int) -> None:
+    gpus(world, over_push, SLOT, push_direct.check_outputs)
+
+
+def test_lists_and_gradients_on_two_streams(gpus: Ranks) -> None:
+    gpus(3, over_push, SLOT, push_direct.check_lists_and_gradients)
+
+
+def test_outputs_outlive_their_group(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, push_direct.check_close)
+
+
+@pytest.mark.parametrize("what", ["words", "signals"])
+def test_slots_that_cannot_be_written_to_fall_back(gpus: Ranks, what: str) -> None:
+    gpus(3, over_push, SLOT, push_direct.check_broken, what)
 
 
 def test_absent_rank_times_out(gpus: Ranks) -> None:

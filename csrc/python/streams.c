@@ -1,16 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Calls of a spar._C.Comm that are enqueued in a device's stream; torch allocates what they need. */
 #include "python/comm.h"
+#include "devices/cuda/outputs.h"
 
 /* The arguments of enqueue, in their order. */
-enum { EXCHANGE, INPUTS, OUTS, FORWARD, ALIKE, NUMBER, DEADLINE, STREAM, NATIVE, DTYPE, EMPTY, COUNT };
+enum {
+    EXCHANGE,
+    INPUTS,
+    OUTS,
+    FORWARD,
+    ALIKE,
+    NUMBER,
+    DEADLINE,
+    STREAM,
+    NATIVE,
+    DTYPE,
+    EMPTY,
+    POOLED,
+    COUNT
+};
 
 const char spar_py_enqueue_doc[] = PyDoc_STR(
-    "enqueue(Exchange, inputs, outs, forward, alike, number, deadline, stream, native, dtype, empty)\n"
+    "enqueue(Exchange, inputs, outs, forward, alike, number, deadline, stream, native, dtype, empty,\n"
+    "        pooled)\n"
     "    -> a list of the outputs; None if `alike`, as of exchange, does not hold\n\n"
     "One exchange of tensors of one dtype, given to the stream: returns before its bytes have moved. outs:\n"
     "contiguous tensors to write to, or None. native as of comm(), now. empty(shape, strides, dtype)\n"
-    "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. Unless\n"
+    "allocates a tensor in the order of the stream: outputs, and memory that is freed on return. pooled, or\n"
+    "None: the same for outputs that peers may write to, by the functions of outputs.h. Unless\n"
     "`begun` is `number` after a failure, the peers know nothing of the call.");
 
 /* Reads what is neither a tensor nor an address; -1 and an exception on failure. */
@@ -40,22 +57,28 @@ static PyObject *allocate(PyObject *empty, PyObject *dtype, const int64_t *shape
 }
 
 /* A new list of the outputs, `outs` or new ones, whose addresses are stored. */
-static PyObject *take_outputs(PyObject *const *args, const spar_plan *plan, void **addresses)
+static PyObject *take_outputs(const spar_comm *comm, PyObject *const *args, const spar_call *call,
+                              void **addresses)
 {
-    int given = args[OUTS] != Py_None;
+    const spar_plan *plan = call->plan;
+    int given = args[OUTS] != Py_None, pooled = args[POOLED] != Py_None && comm->transport->outputs;
+    spar_outputs *memory = given || !pooled ? NULL : comm->transport->outputs(comm, call);
+    PyObject *empty = args[memory ? POOLED : EMPTY];
     if (given && spar_sequence_size(args[OUTS]) != plan->ntensors)
         return PyErr_Format(PyExc_ValueError, "%zd outs; expected a list of %d",
                             spar_sequence_size(args[OUTS]), plan->ntensors);
     PyObject *outputs = PyList_New(plan->ntensors);
+    spar_outputs_enter(memory);
     for (int t = 0; outputs && t < plan->ntensors; t++) {
         const spar_plan_tensor *tensor = &plan->tensors[t];
         PyObject *output = given ? Py_NewRef(spar_sequence_item(args[OUTS], t))
-                                 : allocate(args[EMPTY], args[DTYPE], tensor->out, tensor->ndim);
+                                 : allocate(empty, args[DTYPE], tensor->out, tensor->ndim);
         if (!output || spar_py_address(output, &addresses[t]) < 0 ||
             PyList_SetItem(outputs, t, Py_NewRef(output)) < 0)
             Py_CLEAR(outputs);
         Py_XDECREF(output);
     }
+    spar_outputs_enter(NULL);
     return outputs;
 }
 
@@ -99,7 +122,7 @@ PyObject *spar_comm_py_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t
         spar_raise(status);
         goto done;
     }
-    results = take_outputs(args, bound.plan, outputs);
+    results = take_outputs(comm, args, &call, outputs);
     staging = results ? take_staging(comm, args[EMPTY], &call) : NULL;
     if (staging) {
         object->begun = number;

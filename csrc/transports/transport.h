@@ -104,6 +104,8 @@ typedef struct {
     /* Before run: computes the bytes of memory that it needs in call->staging; 0: none. The call may not
      * change otherwise, and no other one comes between. NULL: it never needs any. */
     spar_status (*prepare)(spar_comm *comm, const spar_call *call, int64_t *bytes);
+    /* The memory of which the call's outputs are best; NULL: any. A NULL slot: any. */
+    struct spar_outputs *(*outputs)(const spar_comm *comm, const spar_call *call);
     /* One exchange; or, in a call without outputs, all that precedes it (torch). */
     spar_status (*run)(spar_comm *comm, spar_call *call);
     /* Returns when all calls given to the device's queue have ended. NULL where run returns no earlier. */

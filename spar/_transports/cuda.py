@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if _cuda and device.type == "cuda" else contextlib.nullcontext()
 
 
+Empty: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
@@ -44,9 +47,34 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 # Allocates a tensor of a shape, strides and dtype on the thread's current device, in the order of the current
 # stream; inside a capture, in the graph's own memory. torch's compiled code uses the same: it takes half the
 # time of torch.empty.
-empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _empty_strided
+empty: Empty = _empty_strided
 if _cuda:
     empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty)
+
+
+def pooled_empty(device: torch.device) -> Empty | None:
+    """Return `empty` over a new pool, whose segments the core allocates (csrc/devices/cuda/outputs.h).
+
+    None: this torch has no pools, or none that can be restricted to a thread.
+    """
+    if not _cuda or not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        return None
+    try:
+        with on_device(device):
+            pool = torch.cuda.MemPool(_segments().allocator())
+    except (AttributeError, OSError, RuntimeError):
+        return None
+
+    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(pool, device):
+            return empty(shape, strides, dtype)
+
+    return allocate
+
+
+@functools.cache  # for good: pools use it when their last tensors are freed
+def _segments() -> Any:
+    return torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, "spar_outputs_allocate", "spar_outputs_free")
 
 
 def is_capturing(device: torch.device) -> bool:

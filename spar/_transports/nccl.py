@@ -24,7 +24,16 @@ from .._control.agreement import announce_failure, compare
 from .._control.state import LOCAL, SHARED, GroupState
 from ..errors import SparError
 from .core import CoreChannel
-from .cuda import empty, is_capturing, is_current, on_device, refuse_open_group, stream_of, torch_shares_nccl
+from .cuda import (
+    Empty,
+    empty,
+    is_capturing,
+    is_current,
+    on_device,
+    refuse_open_group,
+    stream_of,
+    torch_shares_nccl,
+)
 from .dtypes import sums_of
 
 _WATCH_INTERVAL = 0.1  # seconds
@@ -81,6 +90,7 @@ class NcclChannel(CoreChannel):
     sides = _C.SIDE_PULL
     core: _C.Comm
     enqueues = True
+    pooled: Empty | None = None  # allocates outputs that peers can write to
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
@@ -161,7 +171,18 @@ class NcclChannel(CoreChannel):
             stream, native = stream_of(device.index), device.native()
             targets, dtype = None if core.sums else outs, inputs[0].dtype
             outputs = self.core.enqueue(
-                core, inputs, targets, forward, alike, number, deadline, stream, native, dtype, empty
+                core,
+                inputs,
+                targets,
+                forward,
+                alike,
+                number,
+                deadline,
+                stream,
+                native,
+                dtype,
+                empty,
+                self.pooled,
             )
         finally:
             self.inside = False

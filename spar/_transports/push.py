@@ -2,7 +2,8 @@
 """The push transport: CUDA tensors of ranks of one host, which write to memory of each other's GPUs.
 
 Each rank has a slot that all ranks map. The core is given the addresses, whoever mapped them. `Slot` does so
-by torch's symmetric memory, which needs a store and sockets, and no communicator.
+by torch's symmetric memory, which needs a store and sockets, and no communicator. Outputs that peers write to
+are of a pool of torch's allocator, whose segments lie in the slot.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from .. import _C
 from .._control.state import GroupState
 from .core import CoreChannel
-from .cuda import on_device
+from .cuda import on_device, pooled_empty
 from .nccl import NcclChannel
 
 _synchronize = torch.cuda.synchronize
@@ -65,7 +66,9 @@ class PushChannel(NcclChannel):
         self.device: Any = OwnDevice(device)
         self.inside = self.has_native = False
         self._slot: Slot | None = None
+        self._place = 0, 0  # the slot's address, and its bytes
         why = None
+        _drop_unused()
         try:
             self._slot = Slot(_C.env("push_slot"), self.device.place)
         except RuntimeError as error:
@@ -89,25 +92,45 @@ class PushChannel(NcclChannel):
         thread = threading.Thread(target=work, name="spar slots", daemon=True)
         thread.start()
         thread.join(min(_MEETING_S, (deadline - time.monotonic()) / 2))
-        return (result[0] if result else "the ranks did not map each other's memory in time",)
+        found = result[0] if result else "the ranks did not map each other's memory in time"
+        if not isinstance(found, str):
+            self._place = found[1 + self.group.rank], found[0]
+        return (found,)
+
+    def watch(self) -> None:
+        self.pooled = pooled_empty(self.device.place)
 
     def close(self) -> None:
         """Unmap the slots when the device has ended its work; keep what a graph may still write to."""
-        slots, self._slot = [self._slot], None
+        held: list[Any] = [self.pooled, self._slot]
+        self.pooled = self._slot = None
         if self.core.captured:
-            _kept.extend(slots)
-        elif slots[0] is not None:
-            threading.Thread(target=_drop, args=(slots, self.device.place), daemon=True).start()
+            _kept.extend(held)
+        elif held[1] is not None:
+            what = held, self.device.place, self._place
+            threading.Thread(target=_drop, args=what, daemon=True).start()
         super().close()
 
 
-_kept: list[Slot | None] = []  # for good
+_kept: list[Any] = []  # for good
+_used: list[tuple[Slot, tuple[int, int]]] = []  # slots of closed groups, in which outputs may lie
+_lock = threading.Lock()
 
 
-def _drop(slots: list[Slot | None], device: torch.device) -> None:
+def _drop(held: list[Any], device: torch.device, place: tuple[int, int]) -> None:
     with contextlib.suppress(RuntimeError):  # the device is gone
         _synchronize(device)  # without the GIL; torch waits, too, but with it
-    slots.clear()
+    slot = held.pop()
+    held.clear()  # the pool returns the segments that have no outputs
+    with _lock:
+        _used.append((slot, place))
+    del slot
+    _drop_unused()
+
+
+def _drop_unused() -> None:
+    with _lock:
+        _used[:] = [(slot, place) for slot, place in _used if _C.outputs_in_use(*place)]
 
 
 def _first_line(error: BaseException) -> str:

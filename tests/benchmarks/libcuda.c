@@ -38,12 +38,6 @@ static int MemAllocHere(uint64_t *memory, size_t bytes)
     return code;
 }
 
-static int MemcpyDtoH(void *to, uint64_t from, size_t bytes)
-{
-    memcpy(to, (const void *)(uintptr_t)from, bytes);
-    return 0;
-}
-
 static int MemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *handle)
 {
     return give(handle, (work){.run = run_copy,
@@ -190,8 +184,8 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
     static const struct {
         const char *name;
         void *function;
-    } rows[] = {MORE(DriverGetVersion) MORE(DeviceGetCount) MORE(DeviceGetName) MORE(MemcpyDtoH)
-                    MORE(MemcpyAsync) MORE(MemGetAllocationGranularity) MORE(MemCreate) MORE(MemRelease)
+    } rows[] = {MORE(DriverGetVersion) MORE(DeviceGetCount) MORE(DeviceGetName) MORE(MemcpyAsync)
+                    MORE(MemGetAllocationGranularity) MORE(MemCreate) MORE(MemRelease)
                         MORE(MemExportToShareableHandle) MORE(MemImportFromShareableHandle)
                             MORE(MemAddressReserve) MORE(MemMap) MORE(MemSetAccess)
                                 MORE(MemUnmap){"cuMemAddressFree", (void *)unmap},

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that push into each other's slots, over the stand-ins of tests/standin: each is a thread with a
  * stream of its own, and all slots are memory of this process: TSan sees how peers order their accesses.
+ * Outputs of direct calls lie in the slots, in segments that are taken as torch takes them.
  *
  *   test_push RANKS CALLS SLOT   each rank makes CALLS random calls over slots of SLOT bytes */
 #include "devices/cuda/cuda.h"
@@ -9,9 +10,10 @@
 #include "random_call.h"
 #include "transports/nccl/push.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
-enum { AT_ONCE = 6, CTAS = 3 };
+enum { AT_ONCE = 6, CTAS = 3, FLAGS = 2 * SPAR_KERNEL_RANKS };
 
 static const spar_scale UNSCALED = {SPAR_UNSCALED, 0, 1};
 
@@ -31,14 +33,22 @@ typedef struct {
     int count;
     part parts[TENSORS];
     buffer inputs[TENSORS], outputs[TENSORS];
+    void *owned[TENSORS]; /* the outputs that no pool has */
     spar_plan *plan;
 } exchange;
+
+/* A rank's memory for outputs, cut from one segment. Once it is used up, it begins anew: calls before may
+ * still write to what it hands out, in the order of the stream. */
+typedef struct {
+    char *segment;
+    size_t bytes, used;
+} pool;
 
 static void make_group(group *g, int world, int calls, int64_t bytes)
 {
     *g = (group){.world = world, .calls = calls, .bytes = bytes};
     for (int rank = 0; rank < world; rank++) {
-        void *slot = aligned_alloc(256, (size_t)bytes), *flags = calloc(WORLD, sizeof(uint32_t));
+        void *slot = aligned_alloc(512, (size_t)bytes), *flags = calloc(FLAGS, sizeof(uint32_t));
         EXPECT(slot && flags);
         g->bases[rank] = (uintptr_t)on_device(slot);
         g->flags[rank] = (uintptr_t)on_device(flags);
@@ -83,11 +93,57 @@ static void draw_interleaved(int world, int *count, part *parts)
     }
 }
 
-static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t deadline_ns, CUstream stream)
+static pool make_pool(spar_push_state *push, CUstream stream)
+{
+    pool p = {.bytes = push->outputs ? (size_t)(push->second - push->half) / 512 * 512 : 0};
+    p.bytes -= p.bytes ? 512 : 0; /* its begin may not be aligned */
+    spar_outputs_enter(push->outputs);
+    p.segment = p.bytes ? spar_outputs_allocate(p.bytes, 0, stream) : NULL;
+    spar_outputs_enter(NULL);
+    EXPECT(!p.bytes || spar_outputs_have(push->outputs, p.segment, (int64_t)p.bytes));
+    return p;
+}
+
+static void free_pool(const pool *p, CUstream stream)
+{
+    if (p->segment)
+        spar_outputs_free(p->segment, p->bytes, 0, stream);
+}
+
+/* Overwrites memory in the stream, as an earlier user of it. */
+static void use_before(CUstream stream, void *memory, int64_t bytes)
+{
+    static _Thread_local int (*spoil)(void *, void *, size_t);
+    void *library = spoil ? NULL : dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (library)
+        *(void **)&spoil = dlsym(library, "standin_spoil");
+    EXPECT(spoil(stream, memory, (size_t)bytes) == 0);
+}
+
+static int begins_anew(const pool *memory)
+{
+    return memory->used > memory->bytes / 2;
+}
+
+/* Moves an output to the pool, if it has room; some of them to an address that cannot be offered. */
+static void take_output(pool *memory, buffer *output, uint64_t seed, CUstream stream)
+{
+    size_t size = ((size_t)output->bytes + 512) / 512 * 512, shift = seed % 8 == 0 ? 4 : 0;
+    if (!memory || memory->used + size + 512 > memory->bytes)
+        return;
+    output->data = reached(memory->segment + memory->used + shift);
+    memory->used += size + (shift ? 512 : 0);
+    use_before(stream, on_device(output->data), output->bytes + 1);
+}
+
+static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t deadline_ns, CUstream stream,
+                  pool *memory)
 {
     spar_tensor tensors[TENSORS];
     const void *inputs[TENSORS];
     void *outputs[TENSORS];
+    if (memory && begins_anew(memory))
+        memory->used = 0;
     if (seed % 4 == 0)
         draw_interleaved(push->world, &x->count, x->parts);
     else
@@ -96,6 +152,8 @@ static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t dea
         const part *p = &x->parts[t];
         x->inputs[t] = make_buffer(p, push->rank, &p->in, p->gap);
         x->outputs[t] = make_buffer(p, push->rank, &p->out, 0);
+        x->owned[t] = x->outputs[t].data;
+        take_output(memory, &x->outputs[t], seed, stream);
         visit(p, &x->inputs[t], 0);
         tensors[t] = tensor_of(p, &x->inputs[t]);
         inputs[t] = on_device(x->inputs[t].data);
@@ -112,14 +170,16 @@ static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t dea
     EXPECT(!spar_push_run(push, &call, 0));
 }
 
-static void end(exchange *x, int was_made)
+/* `left`: whether no call after it has taken its outputs' memory. */
+static void end(exchange *x, int was_made, int left)
 {
     for (int t = 0; t < x->count; t++) {
-        if (was_made)
+        left = left || x->outputs[t].data == x->owned[t];
+        if (was_made && left)
             visit(&x->parts[t], &x->outputs[t], 1);
-        EXPECT(x->outputs[t].data[x->outputs[t].bytes] == NOT_WRITTEN);
+        EXPECT(!left || x->outputs[t].data[x->outputs[t].bytes] == NOT_WRITTEN);
         free(x->inputs[t].data);
-        free(x->outputs[t].data);
+        free(x->owned[t]);
     }
     spar_plan_release(x->plan);
 }
@@ -127,6 +187,7 @@ static void end(exchange *x, int was_made)
 /* Makes all calls, a few at once. */
 static void *run(void *argument)
 {
+    const spar_deadline never = {0};
     const member *m = argument;
     static exchange all[WORLD][AT_ONCE];
     exchange *some = all[m->rank];
@@ -135,23 +196,31 @@ static void *run(void *argument)
     EXPECT(!spar_cuda_enter(0, &before));
     spar_push_state *push = open_rank(m->group, m->rank);
     EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    EXPECT(!spar_push_check(push, 7, &never, NULL));
+    pool memory = make_pool(push, stream);
     for (int call = 0; call < m->group->calls; call += AT_ONCE) {
-        for (int i = 0; i < AT_ONCE; i++)
-            begin(&some[i], push, scramble((uint64_t)(call + i)), 0, stream);
+        int anew[AT_ONCE + 1] = {0}, left = 1;
+        for (int i = 0; i < AT_ONCE; i++) {
+            anew[i] = begins_anew(&memory);
+            begin(&some[i], push, scramble((uint64_t)(call + i)), 0, stream, m->rank % 2 ? &memory : NULL);
+        }
         EXPECT(spar_cu.StreamSynchronize(stream) == 0);
-        for (int i = 0; i < AT_ONCE; i++)
-            end(&some[i], 1);
+        for (int i = AT_ONCE - 1; i >= 0; i--) {
+            left = left && !anew[i + 1];
+            end(&some[i], 1, left);
+        }
     }
     EXPECT(__atomic_load_n(push->stop, __ATOMIC_ACQUIRE) == 0);
     EXPECT(spar_cu.StreamDestroy(stream) == 0);
+    free_pool(&memory, stream);
     spar_push_close(push);
     spar_cuda_leave(&before);
     return NULL;
 }
 
 /* The last peer makes no call: the wait ends by the host's word, or by its limit, and the stream goes on.
- * What follows neither waits nor writes. */
-static void test_absent_peer(int by_limit)
+ * What follows neither waits nor writes. In a direct call it is the wait for the peer's offer. */
+static void test_absent_peer(int by_limit, int direct)
 {
     enum { RANKS = 3 };
     static exchange first, second;
@@ -164,10 +233,12 @@ static void test_absent_peer(int by_limit)
     EXPECT(!spar_cuda_enter(0, &before));
     EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     EXPECT(spar_cu.StreamCreate(&other, SPAR_CU_STREAM_NON_BLOCKING) == 0);
-    for (int rank = 0; rank < RANKS - 1; rank++)
+    for (int rank = 0; rank < RANKS - 1; rank++) {
         push[rank] = open_rank(&g, rank);
-    begin(&first, push[0], 1, by_limit ? begun : 0, stream);
-    begin(&second, push[1], 1, 0, other);
+        push[rank]->least = direct ? 0 : INT64_MAX;
+    }
+    begin(&first, push[0], 1, by_limit ? begun : 0, stream, NULL);
+    begin(&second, push[1], 1, 0, other, NULL);
     EXPECT(spar_cu.StreamQuery(stream) == SPAR_CU_NOT_READY);
     if (!by_limit)
         __atomic_store_n(push[0]->stop, UINT32_MAX, __ATOMIC_RELEASE);
@@ -175,16 +246,18 @@ static void test_absent_peer(int by_limit)
     EXPECT(spar_cu.StreamSynchronize(stream) == 0 && spar_cu.StreamSynchronize(other) == 0);
     EXPECT(!by_limit || spar_now_ns() - begun > 900000000);
     EXPECT(__atomic_load_n(push[0]->stop, __ATOMIC_ACQUIRE) == (by_limit ? RANKS : UINT32_MAX));
-    end(&first, 0);
-    end(&second, 0);
+    end(&first, 0, 1);
+    end(&second, 0, 1);
     uint32_t *signalled = reached((void *)(uintptr_t)g.flags[2]);
+    signalled += direct ? SPAR_KERNEL_RANKS : 0;
     EXPECT(signalled[0] == 1 && signalled[1] == 1);
+    EXPECT(!direct || (signalled[-SPAR_KERNEL_RANKS] == 0 && signalled[1 - SPAR_KERNEL_RANKS] == 0));
     unsigned char *slot = reached((void *)(uintptr_t)g.bases[2]);
     memset(slot, NOT_WRITTEN, (size_t)g.bytes);
     for (uint64_t seed = 2; seed < 8; seed++) {
-        begin(&first, push[0], seed, 0, stream);
+        begin(&first, push[0], seed, 0, stream, NULL);
         EXPECT(spar_cu.StreamSynchronize(stream) == 0);
-        end(&first, 0);
+        end(&first, 0, 1);
     }
     EXPECT(signalled[0] == 1);
     for (int64_t i = 0; i < g.bytes; i++)
@@ -196,13 +269,132 @@ static void test_absent_peer(int by_limit)
     free_group(&g);
 }
 
+/* A peer offers memory behind its slot, or at its last place: only the first one is refused, and nothing is
+ * written. */
+static void test_bad_offer(int past)
+{
+    static exchange x;
+    group g;
+    spar_entered before;
+    CUstream stream;
+    make_group(&g, 2, 0, 1 << 14);
+    EXPECT(!spar_cuda_enter(0, &before));
+    EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    spar_push_state *push = open_rank(&g, 0);
+    uint32_t *places = reached((void *)(uintptr_t)g.bases[0]),
+             *flags = reached((void *)(uintptr_t)g.flags[0]);
+    unsigned char *slot = reached((void *)(uintptr_t)g.bases[1]);
+    memset(slot, NOT_WRITTEN, (size_t)g.bytes);
+    for (int t = 0; t < SPAR_KERNEL_TENSORS; t++)
+        places[SPAR_KERNEL_TENSORS + t] = (uint32_t)(push->second / 16 + past);
+    __atomic_store_n(&flags[SPAR_KERNEL_RANKS + 1], 1, __ATOMIC_RELEASE);
+    push->least = 0;
+    begin(&x, push, 2, 0, stream, NULL);
+    __atomic_store_n(&flags[1], 1, __ATOMIC_RELEASE); /* nor does it wait for a signal that may be there */
+    EXPECT(spar_cu.StreamSynchronize(stream) == 0);
+    EXPECT(__atomic_load_n(push->stop, __ATOMIC_ACQUIRE) == (past ? SPAR_KERNEL_BAD_OFFER + 1 : 0));
+    EXPECT(spar_push_stopped(*push->stop) == (past ? SPAR_TRANSPORT : SPAR_OK));
+    EXPECT(!past || strcmp(spar_last_error(), "rank 1 offered memory outside of its slot") == 0);
+    end(&x, 0, 1);
+    int64_t written = 0;
+    for (int64_t i = push->bases[1] - (char *)(uintptr_t)g.bases[1]; i < g.bytes; i++)
+        written += slot[i] != NOT_WRITTEN;
+    EXPECT(past ? written == 0 : written > 0);
+    EXPECT(spar_cu.StreamDestroy(stream) == 0);
+    spar_push_close(push);
+    spar_cuda_leave(&before);
+    free_group(&g);
+}
+
+typedef struct {
+    const group *group;
+    int rank, liar; /* liar: the rank that sends other words */
+    char text[128];
+} checked;
+
+static void *check_first_exchange(void *argument)
+{
+    checked *c = argument;
+    const spar_deadline soon = {.at_ns = spar_now_ns() + (c->liar < 0 ? 0 : 10000000000)};
+    spar_entered before;
+    EXPECT(!spar_cuda_enter(0, &before));
+    spar_push_state *push = open_rank(c->group, c->rank);
+    spar_status status = spar_push_check(push, c->rank == c->liar ? 8 : 7, &soon, NULL);
+    EXPECT(status == SPAR_TRANSPORT);
+    snprintf(c->text, sizeof c->text, "%s", spar_last_error());
+    spar_push_close(push);
+    spar_cuda_leave(&before);
+    return NULL;
+}
+
+/* Wrong words, and a rank that is late, are errors on each rank. */
+static void test_first_exchange(void)
+{
+    enum { RANKS = 3 };
+    for (int liar = -1; liar < 2; liar += 2) {
+        int ranks = liar < 0 ? RANKS - 1 : RANKS;
+        pthread_t threads[RANKS];
+        checked members[RANKS];
+        group g;
+        make_group(&g, RANKS, 0, 1 << 14);
+        for (int rank = 0; rank < ranks; rank++) {
+            members[rank] = (checked){&g, rank, liar, ""};
+            EXPECT(!pthread_create(&threads[rank], NULL, check_first_exchange, &members[rank]));
+        }
+        for (int rank = 0; rank < ranks; rank++) {
+            char text[128] = "rank 2 did not send its words in time in the first exchange over push";
+            pthread_join(threads[rank], NULL);
+            if (liar >= 0)
+                snprintf(text, sizeof text, "wrong words from rank %d in the first exchange over push",
+                         rank == liar ? 0 : liar);
+            EXPECT(strcmp(members[rank].text, text) == 0);
+        }
+        free_group(&g);
+    }
+}
+
+/* Segments are taken from the first gap; where none is left, memory is ordinary. What is in use when the
+ * group is closed is counted until it is freed, in any order, and nothing is taken from it any more. */
+static void test_segments(void)
+{
+    enum { BYTES = 8192 };
+    spar_outputs *outputs;
+    spar_entered before;
+    char *memory = aligned_alloc(512, BYTES), *device = on_device(memory), *taken[4], *other;
+    EXPECT(!spar_cuda_enter(0, &before) && !spar_outputs_open(device, BYTES, &outputs));
+    spar_outputs_enter(outputs);
+    for (int i = 0; i < 4; i++)
+        EXPECT((taken[i] = spar_outputs_allocate(2000, 0, NULL)) == device + i * 2048L);
+    EXPECT((other = spar_outputs_allocate(1, 0, NULL)) && !spar_outputs_have(outputs, other, 1));
+    spar_outputs_free(other, 1, 0, NULL);
+    for (int i = 0; i < 65; i++)
+        EXPECT(spar_outputs_serve(outputs) == (i == 64));
+    spar_outputs_free(taken[2], 2000, 0, NULL);
+    spar_outputs_free(taken[1], 2000, 0, NULL);
+    EXPECT((taken[1] = spar_outputs_allocate(4096, 0, NULL)) == device + 2048);
+    EXPECT(spar_outputs_have(outputs, device, BYTES) && !spar_outputs_have(outputs, device + 1, BYTES));
+    EXPECT(!spar_outputs_have(outputs, memory, 1) && spar_outputs_count(device, BYTES) == 3);
+    EXPECT(spar_outputs_count(device, 2048) == 1 && spar_outputs_count(device - 512, 512) == 0);
+    spar_outputs_free(taken[0], 2000, 0, NULL);
+    spar_outputs_close(outputs);
+    EXPECT((other = spar_outputs_allocate(1, 0, NULL)) && (other < device || other >= device + BYTES));
+    spar_outputs_enter(NULL);
+    spar_outputs_free(other, 1, 0, NULL);
+    spar_outputs_free(taken[1], 4096, 0, NULL);
+    EXPECT(spar_outputs_count(device, BYTES) == 1);
+    spar_outputs_free(taken[3], 2000, 0, NULL);
+    EXPECT(spar_outputs_count(device, BYTES) == 0);
+    spar_cuda_leave(&before);
+    free(memory);
+}
+
 static void test_small_slot(void)
 {
     const uint64_t addresses[WORLD] = {0};
-    const spar_slots small = {NULL, 1023, addresses, addresses}, none = {.none = "no memory"};
+    const spar_slots small = {NULL, 1279, addresses, addresses}, none = {.none = "no memory"};
     spar_push_state *push;
     EXPECT(spar_push_open(3, 0, &small, &push) == SPAR_TRANSPORT);
-    EXPECT(strcmp(spar_last_error(), "SPAR_PUSH_SLOT is 1023; 3 ranks need at least 1024") == 0);
+    EXPECT(strcmp(spar_last_error(), "SPAR_PUSH_SLOT is 1279; 3 ranks need at least 1280") == 0);
     EXPECT(spar_push_open(3, 0, &none, &push) == SPAR_TRANSPORT);
     EXPECT(strcmp(spar_last_error(), "no memory") == 0);
 }
@@ -216,8 +408,12 @@ int test_push(int argc, char **argv)
     EXPECT(!spar_driver_open() && !spar_cuda_open() && !spar_cuda_prepare(0));
     spar_kernel_ctas = CTAS;
     test_small_slot();
-    test_absent_peer(0);
-    test_absent_peer(1);
+    test_segments();
+    for (int i = 0; i < 4; i++)
+        test_absent_peer(i % 2, i / 2);
+    test_bad_offer(0);
+    test_bad_offer(1);
+    test_first_exchange();
     make_group(&g, atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
     for (int rank = 0; rank < g.world; rank++) {
         members[rank] = (member){&g, rank};

@@ -254,6 +254,7 @@ class Transport(ctypes.Structure):
         ("setup", c_void_p),
         ("connect", c_void_p),
         ("prepare", c_void_p),
+        ("outputs", c_void_p),
         ("run", _CallFunction),
         ("wait", c_void_p),
         ("broken", c_void_p),

@@ -68,6 +68,11 @@ static unsigned short to_f16(float value)
            (unsigned short)(((exponent + 14) << 10) + (int)std::nearbyint(std::ldexp(size, 10 - exponent)));
 }
 
+template <class WORD> static WORD *reach(WORD *address)
+{
+    return (WORD *)reached(address);
+}
+
 /* A thread that loads from one address again waits for a peer: it leaves the core, first for a moment. */
 static unsigned load_acquire(const unsigned *from)
 {
@@ -131,6 +136,8 @@ extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned ct
     static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};
     blockIdx.x = cta;
     gridDim.x = ctas;
+    if (c->mode & SPAR_KERNEL_OFFERS && all_threads(from, [&] { return is_first(*c); }))
+        all_threads(from, [&] { return offer(*c), 0; });
     if (c->sync && all_threads(from, [&] { return await_peers(*c); }))
         return;
     all_threads(from, [&] { return kernels[which](*c), 0; });

@@ -54,7 +54,9 @@ typedef struct {
     const spar_scale *scale;
     void *stream;
     const spar_round *round; /* NULL: of none */
-    int last;                /* the next launch is the copy's last one */
+    int ntensors;
+    int later; /* a launch came before */
+    int last;  /* the next launch is the copy's last one */
 } copy;
 
 /* Chooses the widest kernel for addresses in which these bits are set. */
@@ -74,18 +76,24 @@ static spar_status choose(const spar_scale *scale, uint64_t bits, int *kernel)
 
 static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
 {
-    const copy *c = context;
+    copy *c = context;
     int kernel;
     SPAR_TRY(choose(c->scale, bits, &kernel));
     spar_launches_tile(k, (int64_t)spar_kernel_rows[kernel].width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS);
     k->factor = c->scale->factor;
     k->divide = c->scale->divide;
     k->sync = c->round ? c->round->sync : NULL;
-    k->mode = 0;
+    k->mode = k->tensors = 0;
     if (c->round && c->round->second)
-        k->mode = (unsigned)SPAR_KERNEL_WAITS | (c->last ? (unsigned)SPAR_KERNEL_ENDS : 0);
+        k->mode = (unsigned short)(SPAR_KERNEL_WAITS | (c->last ? SPAR_KERNEL_ENDS : 0));
     else if (c->round)
         k->mode = c->last ? SPAR_KERNEL_SIGNALS : 0;
+    if (c->round && c->round->offers) {
+        k->mode |= (unsigned short)(SPAR_KERNEL_DIRECT | (c->later ? 0 : SPAR_KERNEL_OFFERS));
+        k->tensors = (unsigned short)c->ntensors;
+        memcpy(k->offer, c->round->offers, (size_t)c->ntensors * sizeof *k->offer);
+    }
+    c->later = 1;
     k->limit_ns = c->round ? c->round->limit_ns : 0;
     unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
     unsigned ctas = k->tiles < most ? k->tiles : most;
@@ -120,7 +128,7 @@ spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  const spar_round *round, void *stream)
 {
-    copy c = {.scale = scale, .stream = stream, .round = round};
+    copy c = {.scale = scale, .stream = stream, .round = round, .ntensors = plan->ntensors};
     spar_launches launches;
     SPAR_TRY(begin_copy(&c, &launches, plan, spans, count, inputs, outputs));
     return launches.copy.parts ? spar_launches_end(&launches) : launch(&c, &launches.copy, 0);

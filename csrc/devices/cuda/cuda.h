@@ -11,6 +11,8 @@ typedef enum {
     SPAR_PUSH,   /* this rank's inputs -> the peer's outputs; for the rank itself: its own part */
     SPAR_PACK,   /* this rank's inputs -> wire, as packed for the peer (plan->push) */
     SPAR_UNPACK, /* wire, as packed by the peer (plan->pull) -> this rank's outputs */
+    SPAR_DIRECT, /* this rank's inputs -> the peer's outputs, where the peer offers to have them */
+    SPAR_IMAGE,  /* wire, this rank's image: what the peer wrote there -> this rank's outputs */
 } spar_route;
 
 /* Bytes low to high of what is sent to or received from one peer, in packed order: 0 to push[peer].bytes or
@@ -19,8 +21,12 @@ typedef struct {
     int peer;
     spar_route route;
     int64_t low, high;
-    void *wire; /* where byte `low` lies, on the wire's side; NULL for SPAR_PUSH */
+    void *wire; /* where byte `low` lies, on the wire's side, or the image; NULL for others */
 } spar_span;
+
+/* An image has a rank's outputs one behind the other, each at a multiple of 256 bytes. Where the tensor lies
+ * in it; of plan->ntensors: the size of the image. */
+int64_t spar_image_at(const spar_plan *plan, int rank, int tensor);
 
 /* A thread's state before it entered a device. */
 typedef struct {
@@ -53,10 +59,14 @@ typedef struct {
     void *sync;        /* the rank's spar_kernel_sync, in device memory */
     int second;        /* waits for the peers, and ends the round; else copies, and signals them */
     uint64_t limit_ns; /* of a wait; 0: none */
+    /* [plan->ntensors] of a direct round's first half, else NULL: where the peers write this rank's outputs,
+     * less spar_image_at, from its slot's first half on, in 16 bytes; or SPAR_KERNEL_IMAGE */
+    const uint32_t *offers;
 } spar_round;
 
 /* The same as a half of a round, also if there is nothing to copy: what is packed goes into the peers' slots,
- * what is unpacked comes from this rank's. `wire` is an address in the first half of a slot. */
+ * what is unpacked comes from this rank's. `wire` is an address in the first half of a slot. Of an image,
+ * outputs that are NULL are left out. */
 spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, int count,
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  const spar_round *round, void *stream);

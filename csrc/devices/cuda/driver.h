@@ -47,6 +47,7 @@ enum {
     X(DevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                  \
     X(CtxGetCurrent, 4000, (CUcontext * context))                                                            \
     X(CtxSetCurrent, 4000, (CUcontext context))                                                              \
+    X(CtxSynchronize, 2000, (void))                                                                          \
     X(ModuleLoadData, 2000, (CUmodule * module, const void *image))                                          \
     X(ModuleGetFunction, 2000, (CUfunction * function, CUmodule module, const char *name))                   \
     X(LaunchKernel, 4000,                                                                                    \
@@ -58,6 +59,7 @@ enum {
     X(MemHostAlloc, 2020, (void **memory, size_t bytes, unsigned int flags))                                 \
     X(MemFreeHost, 2000, (void *memory))                                                                     \
     X(MemcpyHtoD, 3020, (CUdeviceptr to, const void *from, size_t bytes))                                    \
+    X(MemcpyDtoH, 3020, (void *to, CUdeviceptr from, size_t bytes))                                          \
     X(StreamCreate, 2000, (CUstream * stream, unsigned int flags))                                           \
     X(StreamDestroy, 4000, (CUstream stream))                                                                \
     X(StreamSynchronize, 2000, (CUstream stream))                                                            \

@@ -17,19 +17,30 @@
  * graph can be replayed, and selects one of a slot's two halves. A rank begins a round after it has waited
  * for all peers in the round before, which they began after they had emptied what this round overwrites. So
  * there is no signal for an emptied slot, and only a second half waits, for first halves, which wait for
- * nothing. */
+ * nothing.
+ *
+ * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of
+ * its slot that the stream no longer uses. A first half then waits for the peers' offers, which wait for
+ * nothing: the first CTA to run makes them. Each half of a slot lies at one of its ends, and is as large as
+ * what a rank writes from one place on: where a place passes one comparison, all of that is in the slot. */
 
 SPAR_SHARED(
 /* Of the parameters, which are below 4 KB, the most that every device takes. */
 enum {
-    SPAR_KERNEL_PARTS = 70,
+    SPAR_KERNEL_PARTS = 68,
     SPAR_KERNEL_LOOPS = 56,
     SPAR_KERNEL_RANKS = 64, /* of a round */
+    SPAR_KERNEL_TENSORS = 16, /* of a direct round */
     SPAR_KERNEL_SIGNALS = 1, /* modes of a launch of a round: its last CTA signals the peers; */
     SPAR_KERNEL_WAITS = 2,   /* each CTA waits for the peers' signals; */
-    SPAR_KERNEL_ENDS = 4,    /* its last CTA ends the round */
+    SPAR_KERNEL_ENDS = 4,    /* its last CTA ends the round; */
+    SPAR_KERNEL_OFFERS = 8,  /* its first CTA makes the offers; */
+    SPAR_KERNEL_DIRECT = 16, /* each CTA waits for the peers' offers */
     SPAR_KERNEL_PEER_SLOT = 1, /* which side of a part lies in a slot: `to`, */
-    SPAR_KERNEL_OWN_SLOT = 2   /* or `from` */
+    SPAR_KERNEL_OWN_SLOT = 2,  /* or `from`; */
+    SPAR_KERNEL_PEER_OUTPUT = 3, /* `to` is in a peer's output: see SPAR_KERNEL_TO */
+    SPAR_KERNEL_IMAGE = -1, /* an offer of the half of the slot that the round has */
+    SPAR_KERNEL_BAD_OFFER = 256 /* and the rank that made it: written to `stop` */
 };
 
 /* n / number, for n below 2^31: (high 32 bits of (n * magic) + n) >> shift. */
@@ -57,12 +68,16 @@ typedef struct {
 typedef struct {
     unsigned rounds; /* that have ended */
     unsigned failed; /* a wait ended early: no round follows */
-    unsigned ctas;   /* of a launch, those that have ended */
-    unsigned world, rank, unused;
-    unsigned long long half; /* of a slot, in bytes */
+    unsigned begun, ctas; /* of a launch, the CTAs that have begun, and those that have ended */
+    unsigned world, rank;
+    unsigned last, unused; /* the last place that may be offered, in units of 16 bytes */
+    unsigned long long half; /* from a slot's first half to its second one, in bytes */
     unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
-    const unsigned *mine; /* [world] the newest round that each peer has signalled */
-    unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank */
+    const unsigned *mine; /* [2][RANKS] the newest round that each peer has signalled, and has offered */
+    unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank; the second one at RANKS */
+    const unsigned *places; /* [world][TENSORS] each peer's offer: from its slot's first half, in 16 bytes */
+    unsigned *offers[SPAR_KERNEL_RANKS]; /* where each peer reads that of this rank */
+    char *slots[SPAR_KERNEL_RANKS]; /* the first half of each */
 } spar_kernel_sync;
 
 /* A kernel's only parameter. */
@@ -71,15 +86,22 @@ typedef struct {
     int divide;
     int parts;
     unsigned tiles; /* 0: nothing to copy */
-    unsigned mode;
+    unsigned short mode, tensors;
     spar_kernel_sync *sync; /* 0: no round */
     unsigned long long limit_ns; /* of a wait; 0: none */
+    unsigned offer[SPAR_KERNEL_TENSORS]; /* places, or SPAR_KERNEL_IMAGE */
     spar_kernel_part part[SPAR_KERNEL_PARTS];
     spar_kernel_loop loop[SPAR_KERNEL_LOOPS];
 } spar_kernel_copy;
 )
 
 SPAR_PTX(
+/* Memory of a slot, whose address is not a parameter. */
+template <class WORD> __device__ __forceinline__ WORD *reach(WORD *address)
+{
+    return address;
+}
+
 __device__ __forceinline__ float from_f16(unsigned short bits)
 {
     float value;
@@ -213,6 +235,18 @@ __device__ __forceinline__ int part_of(const spar_kernel_copy &c, unsigned tile)
     return low;
 }
 
+/* Where a part is copied to, at `shift` in a slot, or where the peer wants it. */
+__device__ __forceinline__ char *target_of(const spar_kernel_copy &c, const spar_kernel_part &part,
+                                           unsigned long long shift)
+{
+    if (part.slot != SPAR_KERNEL_PEER_OUTPUT)
+        return part.to + (part.slot == SPAR_KERNEL_PEER_SLOT ? shift : 0);
+    const unsigned long long to = (unsigned long long)part.to;
+    const unsigned peer = unsigned(to >> 58), tensor = unsigned(to >> 54) % SPAR_KERNEL_TENSORS;
+    const unsigned place = reach(c.sync->places)[peer * SPAR_KERNEL_TENSORS + tensor];
+    return reach(c.sync->slots[peer]) + 16ull * place + (to & ((1ull << 54) - 1));
+}
+
 /* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on, at `shift`
  * in a slot. Loads all of them before it stores the first. */
 template <int WIDTH, class SCALE>
@@ -250,7 +284,7 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
     }
     const spar_kernel_loop outer = c.loop[part.loop];
     const char *from = part.from + (part.slot == SPAR_KERNEL_OWN_SLOT ? shift : 0);
-    char *to = part.to + (part.slot == SPAR_KERNEL_PEER_SLOT ? shift : 0);
+    char *to = target_of(c, part, shift);
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
         if (u < left)
@@ -288,18 +322,52 @@ template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spa
 
 /* The parts of a launch of a round, for each thread of a CTA, with a barrier between each two. */
 
-/* Waits for the peers; returns whether a wait has ended early, now or before. */
+/* Whether this CTA is the first one of its launch to be here. */
+__device__ __forceinline__ int is_first(const spar_kernel_copy &c)
+{
+    return threadIdx.x == 0 && count_to(&c.sync->begun, gridDim.x - 1) == 0;
+}
+
+__device__ __forceinline__ void offer(const spar_kernel_copy &c)
+{
+    spar_kernel_sync &s = *c.sync;
+    if (load_acquire(&s.failed) || threadIdx.x >= s.world || threadIdx.x == s.rank)
+        return;
+    unsigned *places = reach(s.offers[threadIdx.x]);
+    _Pragma("unroll 1")
+    for (unsigned t = 0; t < c.tensors; t++)
+        places[t] = c.offer[t] == unsigned(SPAR_KERNEL_IMAGE) ? unsigned(shift_of(s) / 16) : c.offer[t];
+    store_release(s.theirs[threadIdx.x] + SPAR_KERNEL_RANKS, s.rounds + 1);
+}
+
+/* Whether a peer offered memory that is not in its slot. */
+__device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
+{
+    spar_kernel_sync &s = *c.sync;
+    unsigned bad = 0;
+    _Pragma("unroll 1")
+    for (unsigned t = 0; t < c.tensors; t++)
+        bad |= reach(s.places)[threadIdx.x * SPAR_KERNEL_TENSORS + t] > s.last;
+    if (bad) {
+        store_release(s.stop, SPAR_KERNEL_BAD_OFFER + threadIdx.x);
+        store_release(&s.failed, 1);
+    }
+    return int(bad);
+}
+
+/* Waits for the peers' signals or offers; returns whether a wait has ended early, now or before. */
 __device__ __forceinline__ int await_peers(const spar_kernel_copy &c)
 {
     spar_kernel_sync &s = *c.sync;
-    const unsigned round = s.rounds + 1;
+    const unsigned round = s.rounds + 1, direct = c.mode & SPAR_KERNEL_DIRECT;
+    const unsigned *word = s.mine + threadIdx.x + (direct ? SPAR_KERNEL_RANKS : 0);
     if (load_acquire(&s.failed))
         return 1;
-    if (!(c.mode & SPAR_KERNEL_WAITS) || threadIdx.x >= s.world || threadIdx.x == s.rank)
+    if (!(direct || c.mode & SPAR_KERNEL_WAITS) || threadIdx.x >= s.world || threadIdx.x == s.rank)
         return 0;
     const unsigned long long begin = now_ns();
     _Pragma("unroll 1")
-    for (unsigned polls = 1; int(load_acquire(&s.mine[threadIdx.x]) - round) < 0; polls++) {
+    for (unsigned polls = 1; int(load_acquire(word) - round) < 0; polls++) {
         if (polls % 128) /* the host's memory is far */
             continue;
         const bool late = c.limit_ns && now_ns() - begin > c.limit_ns;
@@ -310,7 +378,7 @@ __device__ __forceinline__ int await_peers(const spar_kernel_copy &c)
         store_release(&s.failed, 1);
         return 1;
     }
-    return 0;
+    return direct && is_bad(c);
 }
 
 /* After a CTA's copies: whether it is the last one of its launch to be here. */
@@ -333,6 +401,8 @@ __device__ __forceinline__ void end_launch(const spar_kernel_copy &c)
 SPAR_PTX(
 template <int WIDTH, class SCALE> __device__ __forceinline__ void run(const spar_kernel_copy &c)
 {
+    if (c.mode & SPAR_KERNEL_OFFERS && __syncthreads_or(is_first(c)))
+        offer(c);
     if (c.sync && __syncthreads_or(await_peers(c)))
         return;
     copy<WIDTH, SCALE>(c);

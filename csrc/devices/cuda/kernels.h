@@ -42,6 +42,9 @@ enum { SPAR_KERNEL_COUNT = 18 };
 extern const spar_kernel_row spar_kernel_rows[SPAR_KERNEL_COUNT];
 extern const char spar_kernel_source[];
 
+/* The base of a part's `to` in a peer's output: bytes from there follow. */
+#define SPAR_KERNEL_TO(peer, tensor) ((unsigned long long)(peer) << 58 | (unsigned long long)(tensor) << 54)
+
 /* CTAs of a launch at most; 0: by the device. Benchmarks vary it. */
 extern int spar_kernel_ctas;
 

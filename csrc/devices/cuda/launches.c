@@ -143,22 +143,44 @@ static spar_status add_piece(spar_launches *l, piece p, int64_t low, int64_t hig
     return SPAR_OK;
 }
 
+int64_t spar_image_at(const spar_plan *plan, int rank, int tensor)
+{
+    int64_t at = 0;
+    for (int t = 0; t < tensor; t++)
+        at += (plan->tensors[t].rank_bytes[rank] + 255) / 256 * 256;
+    return at;
+}
+
 /* Adds bytes low to high of a block; the span's side of the wire is packed. */
 static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar_block *block,
                              const spar_span *span, const void *const *inputs, void *const *outputs,
                              int64_t start, int64_t low, int64_t high)
 {
+    static const unsigned char slots[] = {0, SPAR_KERNEL_PEER_SLOT, SPAR_KERNEL_OWN_SLOT,
+                                          SPAR_KERNEL_PEER_OUTPUT, SPAR_KERNEL_OWN_SLOT};
     spar_dim dims[SPAR_MAX_DIMS];
     piece p = {.run = block->run, .ndim = block->ndim, .dims = plan->dims + block->dims};
-    uintptr_t wire = (uintptr_t)span->wire + (uintptr_t)(start - span->low);
-    p.from = span->route == SPAR_UNPACK ? wire : (uintptr_t)inputs[block->tensor] + (uintptr_t)block->src;
-    p.to = span->route == SPAR_PACK ? wire : (uintptr_t)outputs[block->tensor] + (uintptr_t)block->dst;
-    p.slot = span->route == SPAR_PACK     ? SPAR_KERNEL_PEER_SLOT
-             : span->route == SPAR_UNPACK ? SPAR_KERNEL_OWN_SLOT
-                                          : 0;
-    if (span->route != SPAR_PUSH) {
-        spar_packed_dims(plan, block, span->route == SPAR_UNPACK, dims);
+    uintptr_t wire = (uintptr_t)span->wire + (uintptr_t)(start - span->low), dst = (uintptr_t)block->dst;
+    int from_wire = span->route == SPAR_UNPACK || span->route == SPAR_IMAGE;
+    if (span->route == SPAR_IMAGE && !outputs[block->tensor])
+        return SPAR_OK;
+    p.slot = slots[span->route];
+    p.from = from_wire ? wire : (uintptr_t)inputs[block->tensor] + (uintptr_t)block->src;
+    if (span->route == SPAR_PACK)
+        p.to = wire;
+    else if (span->route == SPAR_DIRECT)
+        p.to = (uintptr_t)SPAR_KERNEL_TO(span->peer, block->tensor) + dst +
+               (uintptr_t)spar_image_at(plan, span->peer, block->tensor);
+    else
+        p.to = (uintptr_t)outputs[block->tensor] + dst;
+    if (from_wire || span->route == SPAR_PACK) {
+        spar_packed_dims(plan, block, from_wire, dims);
         p.dims = dims;
+    }
+    if (span->route == SPAR_IMAGE) { /* it has the output's layout */
+        p.from = (uintptr_t)span->wire + (uintptr_t)spar_image_at(plan, plan->rank, block->tensor) + dst;
+        for (int i = 0; i < p.ndim; i++)
+            dims[i].src = dims[i].dst;
     }
     return add_piece(l, p, low - start, high - start);
 }
@@ -171,9 +193,10 @@ spar_status spar_launches_add(spar_launches *l, const spar_plan *plan, const spa
     for (int i = 0; i < count; i++) {
         const spar_span *span = &spans[i];
         const spar_range *range = span->peer < 0 || span->peer >= plan->world ? NULL
-                                  : span->route != SPAR_UNPACK                ? &plan->push[span->peer]
-                                  : plan->pull                                ? &plan->pull[span->peer]
-                                                                              : NULL;
+                                  : span->route != SPAR_UNPACK && span->route != SPAR_IMAGE
+                                      ? &plan->push[span->peer]
+                                  : plan->pull ? &plan->pull[span->peer]
+                                               : NULL;
         if (!range || span->low < 0 || span->low > span->high || span->high > range->bytes)
             return spar_fail(SPAR_INVALID, "a copy of bytes %lld to %lld of rank %d of %d",
                              (long long)span->low, (long long)span->high, span->peer, plan->world);

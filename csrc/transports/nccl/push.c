@@ -14,6 +14,15 @@
 static const int64_t ALIGNMENT = 256; /* of areas and of their parts: copies are fast */
 static const int64_t LATER_NS =
     1000000000; /* a kernel's limit is behind that of the watchdog, which knows why */
+static const int64_t MOST_BYTES = (int64_t)32 << 30; /* places are 32-bit numbers */
+static const int64_t DIRECT_BYTES = 1 << 20; /* an estimate: to copy them takes as long as to offer them */
+
+_Static_assert((int)SPAR_KERNEL_TENSORS >= (int)SPAR_GROUP_TENSORS, "each has an offer");
+
+static int64_t aligned(int64_t bytes)
+{
+    return bytes / ALIGNMENT * ALIGNMENT;
+}
 
 /* ---- rounds ---- */
 
@@ -49,23 +58,28 @@ static int64_t longest_stream(const spar_plan *plan)
     return bytes;
 }
 
+/* One of a call's rounds. */
+typedef struct {
+    int64_t index, count, most; /* most: bytes for a peer */
+    spar_round half;            /* it is direct if this has offers */
+    void *const *outputs;       /* what the second half copies to */
+} turn;
+
 /* Adds the part of a stream that moves in this round. */
-static spar_status add_span(const spar_push_state *p, spar_span *span, int *count, int64_t bytes,
-                            int64_t round, int64_t rounds)
+static spar_status add_span(const turn *t, spar_span *span, int *count, int64_t bytes)
 {
-    int64_t chunk = ((bytes + rounds - 1) / rounds + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    span->low = round * chunk;
+    int64_t chunk = aligned((bytes + t->count - 1) / t->count + ALIGNMENT - 1);
+    span->low = t->index * chunk;
     span->high = bytes - span->low < chunk ? bytes : span->low + chunk;
-    if (chunk > p->area)
-        return spar_fail(SPAR_INTERNAL, "%lld bytes for rank %d in a round; its area has %lld",
-                         (long long)chunk, span->peer, (long long)p->area);
+    if (chunk > t->most)
+        return spar_fail(SPAR_INTERNAL, "%lld bytes for rank %d in a round; there is room for %lld",
+                         (long long)chunk, span->peer, (long long)t->most);
     *count += span->low < span->high;
     return SPAR_OK;
 }
 
-/* Packs into the peers' slots, and copies the own part in the first round. */
-static spar_status fill_slots(const spar_push_state *p, const spar_call *call, int64_t round, int64_t rounds,
-                              const spar_round *half)
+/* Writes to the peers' slots, and copies the own part in the first round. */
+static spar_status write_to_peers(const spar_push_state *p, const spar_call *call, const turn *t)
 {
     const spar_plan *plan = call->plan;
     spar_span spans[SPAR_KERNEL_RANKS];
@@ -73,50 +87,121 @@ static spar_status fill_slots(const spar_push_state *p, const spar_call *call, i
     for (int i = 1; i < p->world; i++) { /* ranks start with different peers */
         int peer = (p->rank + i) % p->world;
         spans[count] = (spar_span){.peer = peer, .route = SPAR_PACK, .wire = area_of(p, p->rank, peer)};
-        SPAR_TRY(add_span(p, &spans[count], &count, plan->push[peer].bytes, round, rounds));
+        if (t->half.offers)
+            spans[count] = (spar_span){.peer = peer, .route = SPAR_DIRECT};
+        SPAR_TRY(add_span(t, &spans[count], &count, plan->push[peer].bytes));
     }
-    int64_t own = round == 0 ? plan->push[p->rank].bytes : 0;
+    int64_t own = t->index == 0 ? plan->push[p->rank].bytes : 0;
     spans[count] = (spar_span){.peer = p->rank, .route = SPAR_PUSH, .high = own};
     count += own > 0;
-    return spar_cuda_copy_round(plan, spans, count, call->inputs, call->outputs, &call->scale, half,
+    return spar_cuda_copy_round(plan, spans, count, call->inputs, call->outputs, &call->scale, &t->half,
                                 call->stream);
 }
 
-static spar_status empty_slot(const spar_push_state *p, const spar_call *call, int64_t round, int64_t rounds,
-                              const spar_round *half)
+/* Waits for the peers, and copies what they wrote to the slot. */
+static spar_status empty_slot(const spar_push_state *p, const spar_call *call, const turn *t)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    spar_round half = {.sync = p->sync, .second = 1, .limit_ns = t->half.limit_ns};
     spar_span spans[SPAR_KERNEL_RANKS];
     int count = 0;
     for (int i = 1; i < p->world; i++) {
         int peer = (p->rank - i + p->world) % p->world;
         spans[count] = (spar_span){.peer = peer, .route = SPAR_UNPACK, .wire = area_of(p, peer, p->rank)};
-        SPAR_TRY(add_span(p, &spans[count], &count, call->plan->pull[peer].bytes, round, rounds));
+        if (t->half.offers)
+            spans[count] = (spar_span){.peer = peer, .route = SPAR_IMAGE, .wire = p->bases[p->rank]};
+        SPAR_TRY(add_span(t, &spans[count], &count, call->plan->pull[peer].bytes));
     }
-    return spar_cuda_copy_round(call->plan, spans, count, call->inputs, call->outputs, &unscaled, half,
+    return spar_cuda_copy_round(call->plan, spans, count, call->inputs, t->outputs, &unscaled, &half,
                                 call->stream);
 }
+
+/* ---- direct rounds ---- */
+
+/* Equal on all ranks, as longest_stream. */
+static int is_direct(const spar_push_state *p, const spar_plan *plan)
+{
+    int64_t most = 0;
+    for (int rank = 0; rank < p->world; rank++) {
+        int64_t bytes = spar_image_at(plan, rank, plan->ntensors);
+        most = bytes > most ? bytes : most;
+    }
+    return most >= p->least && most <= p->half;
+}
+
+/* Fills offers and images [ntensors]: an output that peers cannot write to has an image, and no other has
+ * one. A graph's outputs have images: what lies elsewhere when it is replayed is not the graph's. */
+static void make_offers(const spar_push_state *p, const spar_call *call, int captured, uint32_t *offers,
+                        void **images)
+{
+    const spar_plan *plan = call->plan;
+    for (int t = 0; t < plan->ntensors; t++) {
+        const char *output = call->outputs[t];
+        int is_mapped =
+            !captured && p->outputs && spar_outputs_have(p->outputs, output, plan->tensors[t].out_bytes);
+        int64_t place = is_mapped ? output - p->bases[p->rank] - spar_image_at(plan, p->rank, t) : 1;
+        offers[t] = place % 16 ? (uint32_t)SPAR_KERNEL_IMAGE : (uint32_t)(place / 16);
+        images[t] = place % 16 ? call->outputs[t] : NULL;
+    }
+}
+
+/* ---- calls ---- */
 
 spar_status spar_push_run(spar_push_state *p, const spar_call *call, int captured)
 {
     int64_t rounds = (longest_stream(call->plan) + p->area - 1) / p->area;
     int64_t left = call->deadline.at_ns - spar_now_ns();
-    spar_round first = {.sync = p->sync}, second = {.sync = p->sync, .second = 1};
+    uint32_t offers[SPAR_KERNEL_TENSORS];
+    void *images[SPAR_KERNEL_TENSORS];
+    turn t = {
+        .count = rounds > 0 ? rounds : 1, .most = p->area, .half.sync = p->sync, .outputs = call->outputs};
     if (call->deadline.at_ns)
-        second.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
+        t.half.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
     p->captured |= captured;
-    rounds = rounds > 0 ? rounds : 1;
-    for (int64_t round = 0; round < rounds; round++) {
-        SPAR_TRY(fill_slots(p, call, round, rounds, &first));
-        SPAR_TRY(empty_slot(p, call, round, rounds, &second));
+    if (is_direct(p, call->plan)) {
+        make_offers(p, call, captured, offers, images);
+        t.count = 1;
+        t.most = p->half;
+        t.half.offers = offers;
+        t.outputs = images;
+    }
+    for (; t.index < t.count; t.index++) {
+        SPAR_TRY(write_to_peers(p, call, &t));
+        SPAR_TRY(empty_slot(p, call, &t));
     }
     return SPAR_OK;
+}
+
+static spar_outputs *outputs_for(const spar_comm *comm, const spar_call *call)
+{
+    const spar_nccl_state *s = comm->state;
+    uint64_t capture = 0;
+    spar_entered before;
+    if (!s->push || !s->push->outputs || !is_direct(s->push, call->plan) ||
+        spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
+        return NULL;
+    spar_status status = spar_driver_capture(call->stream, &capture);
+    spar_cuda_leave(&before);
+    int serves = status == SPAR_OK && !capture && spar_outputs_serve(s->push->outputs);
+    return serves ? s->push->outputs : NULL; /* run reports a failure */
+}
+
+spar_status spar_push_stopped(uint32_t stop)
+{
+    if (!stop || stop == SPAR_STOPPED)
+        return SPAR_OK;
+    int is_bad = stop >= SPAR_KERNEL_BAD_OFFER, rank = (int)stop - (is_bad ? SPAR_KERNEL_BAD_OFFER : 1);
+    return is_bad ? spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d offered memory outside of its slot", rank)
+                  : spar_fail_rank(
+                        SPAR_TIMEOUT, rank,
+                        "on the GPU, rank %d did not send its part of a call or of a graph's replay in time",
+                        rank);
 }
 
 /* ---- set-up ---- */
 
 /* Allocates `sync` and `stop`, and writes the first. */
-static spar_status upload(spar_push_state *p, const spar_slots *slots, int64_t half)
+static spar_status upload(spar_push_state *p, const spar_slots *slots)
 {
     CUdeviceptr memory;
     void *stop;
@@ -127,32 +212,45 @@ static spar_status upload(spar_push_state *p, const spar_slots *slots, int64_t h
     p->sync = (void *)(uintptr_t)memory;
     spar_kernel_sync sync = {.world = (unsigned)p->world,
                              .rank = (unsigned)p->rank,
-                             .half = (unsigned long long)half,
+                             .last = (unsigned)(p->second / 16),
+                             .half = (unsigned long long)p->second,
                              .stop = p->stop,
-                             .mine = (const unsigned *)(uintptr_t)slots->flags[p->rank]};
-    for (int rank = 0; rank < p->world; rank++)
+                             .mine = (const unsigned *)(uintptr_t)slots->flags[p->rank],
+                             .places = (const unsigned *)(uintptr_t)slots->bases[p->rank]};
+    for (int rank = 0; rank < p->world; rank++) {
         sync.theirs[rank] = (unsigned *)(uintptr_t)slots->flags[rank] + p->rank;
+        sync.offers[rank] =
+            (unsigned *)(uintptr_t)slots->bases[rank] + (ptrdiff_t)p->rank * SPAR_KERNEL_TENSORS;
+        sync.slots[rank] = p->bases[rank];
+    }
     SPAR_TRY_CU(MemcpyHtoD, memory, &sync, sizeof sync);
     return SPAR_OK;
 }
 
 spar_status spar_push_open(int world, int rank, const spar_slots *slots, spar_push_state **push)
 {
-    int64_t half = slots->bytes / 2 / ALIGNMENT * ALIGNMENT;
+    int64_t head = aligned(world * (int64_t)(SPAR_KERNEL_TENSORS * sizeof(uint32_t)) + ALIGNMENT - 1);
+    int64_t least = (world - 1) * ALIGNMENT, bytes = slots->bytes < MOST_BYTES ? slots->bytes : MOST_BYTES;
     if (slots->none)
         return spar_fail(SPAR_TRANSPORT, "%s", slots->none);
-    if (half < (world - 1) * ALIGNMENT)
+    if (bytes < head + 2 * least)
         return spar_fail(SPAR_TRANSPORT, "SPAR_PUSH_SLOT is %lld; %d ranks need at least %lld",
-                         (long long)slots->bytes, world, (long long)(2 * (world - 1) * ALIGNMENT));
+                         (long long)slots->bytes, world, (long long)(head + 2 * least));
     spar_push_state *p = calloc(1, sizeof *p);
     if (!p)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
     p->world = world;
     p->rank = rank;
-    p->area = half / (world - 1) / ALIGNMENT * ALIGNMENT;
+    p->half = aligned((bytes - head) / 4);
+    p->half = p->half > least ? p->half : least;
+    p->area = aligned(p->half / (world - 1));
+    p->second = aligned(bytes - head - p->half);
+    p->least = p->half / 32 < DIRECT_BYTES ? p->half / 32 : DIRECT_BYTES;
     for (int i = 0; i < world; i++)
-        p->bases[i] = (char *)(uintptr_t)slots->bases[i];
-    spar_status status = upload(p, slots, half);
+        p->bases[i] = (char *)(uintptr_t)slots->bases[i] + head;
+    spar_status status = upload(p, slots);
+    if (status == SPAR_OK && p->second > p->half)
+        status = spar_outputs_open(p->bases[rank] + p->half, p->second - p->half, &p->outputs);
     if (status == SPAR_OK)
         *push = p;
     else
@@ -168,6 +266,7 @@ void spar_push_close(spar_push_state *p)
         spar_cu.MemFree((CUdeviceptr)(uintptr_t)p->sync);
     if (p->stop)
         spar_cu.MemFreeHost(p->stop);
+    spar_outputs_close(p->outputs);
     free(p);
 }
 
@@ -183,8 +282,8 @@ static spar_status setup(spar_comm *comm, spar_setup_result *result)
 static spar_status open_slots(spar_comm *comm, const spar_deadline *deadline)
 {
     spar_nccl_state *s = comm->state;
-    (void)deadline;
-    return spar_push_open(comm->world, comm->rank, &comm->slots, &s->push);
+    SPAR_TRY(spar_push_open(comm->world, comm->rank, &comm->slots, &s->push));
+    return spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->ring);
 }
 
 static spar_status connect_slots(spar_comm *comm, const spar_setup_result *results,
@@ -229,6 +328,7 @@ const spar_transport spar_transport_push = {
     .serves = serves,
     .setup = setup,
     .connect = connect_slots,
+    .outputs = outputs_for,
     .run = spar_nccl_run,
     .wait = spar_nccl_wait,
     .broken = spar_nccl_broken,

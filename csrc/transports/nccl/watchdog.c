@@ -5,6 +5,7 @@
 #include "devices/cuda/driver.h"
 #include "base/fork.h"
 #include "base/util.h"
+#include "transports/nccl/push.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -88,11 +89,7 @@ static int is_idle(const spar_watchdog *w)
 static spar_status check_stop(const spar_watchdog *w)
 {
     uint32_t value = w->what.stop ? __atomic_load_n(w->what.stop, __ATOMIC_ACQUIRE) : 0;
-    if (!value || value == SPAR_STOPPED)
-        return SPAR_OK;
-    return spar_fail_rank(
-        SPAR_TIMEOUT, (int)value - 1,
-        "on the GPU, rank %d did not send its part of a call or of a graph's replay in time", (int)value - 1);
+    return spar_push_stopped(value);
 }
 
 static spar_status check_limits(const spar_watchdog *w)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks' side of tests of direct outputs, over stand-in libraries: outputs in the slots of push."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import re
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.nccl_ranks import OnDevice, Stream, set_up, wait, within
+from helpers.push_ranks import SharedSlot
+from helpers.tables import numbers
+from spar import _C
+from spar._group.group import Group
+from spar._transports import nccl, push
+from spar._transports.dtypes import ITEM_TYPES
+
+ON_DEVICE = 1 << 50  # tests/standin/memory.h
+
+
+class Pool:
+    """torch's pool, in short: it takes segments from the core, and uses what is freed again at once, in the
+    order of its stream, where work overwrites it."""
+
+    def __init__(self, device: torch.device) -> None:
+        core = ctypes.CDLL(_C.__file__)
+        core.spar_outputs_allocate.restype = ctypes.c_void_p
+        self.core, self.state = core, {"open": True}
+        self.free: dict[int, list[tuple[int, int]]] = {}  # by stream: address and size
+        weakref.finalize(self, _close, core, self.state, self.free).atexit = False
+
+    def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        count, stream = math.prod(shape), nccl.stream_of(0)
+        size = max(512, (count * dtype.itemsize + 511) // 512 * 512)
+        free = self.free.setdefault(stream, [])
+        fitting = [block for block in free if block[1] == size]
+        address = fitting[-1][0] if fitting else self._segment(size)
+        if fitting:
+            free.remove(fitting[-1])
+        place = ctypes.c_void_p(address & ~ON_DEVICE)
+        memory = (ctypes.c_char * size).from_address(place.value or 0)
+        x = torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+        output: Any = OnDevice(x.view(shape))
+        output.tensor, output.address, output.data_ptr = x.view(shape), address, lambda: address
+        what = self.core, self.state, free, (address, size), stream
+        weakref.finalize(output, _release, *what).atexit = False
+        return output
+
+    def _segment(self, size: int) -> int:
+        address: int = self.core.spar_outputs_allocate(ctypes.c_size_t(size), 0, None)
+        return address
+
+
+def _release(core: Any, state: dict[str, bool], free: list[Any], block: tuple[int, int], stream: int) -> None:
+    memory = ctypes.c_void_p(block[0]), ctypes.c_size_t(block[1])
+    if state["open"]:
+        ctypes.CDLL("libcuda.so.1").standin_spoil(ctypes.c_void_p(stream), *memory)
+        free.append(block)
+    else:
+        core.spar_outputs_free(*memory, 0, None)
+
+
+def _close(core: Any, state: dict[str, bool], free: dict[int, list[tuple[int, int]]]) -> None:
+    state["open"] = False
+    for blocks in free.values():
+        for address, size in blocks:
+            core.spar_outputs_free(ctypes.c_void_p(address), ctypes.c_size_t(size), 0, None)
+
+
+push.pooled_empty = Pool
+
+
+def exchange(comm: Group, op: str, args: tuple[int, ...], xs: list[torch.Tensor]) -> list[Any]:
+    """Enqueue one exchange of several tensors in the current stream; return its outputs."""
+    layouts = tuple(numbers(op, args, x.shape, comm.world) for x in xs)
+    codes = ITEM_TYPES[xs[0].dtype].scale, False, 1.0, 0
+    text = f" of {xs[0].dtype} on cuda"
+    core = _C.Exchange(op, text, comm.world, comm.rank, xs[0].element_size(), layouts, *codes)
+    inputs: Any = [OnDevice(x) for x in xs]
+    outputs: list[Any] = comm.in_turn(op, "cuda", None, core, inputs)
+    _kept.append([*xs, *[each for each in outputs if isinstance(each, torch.Tensor)]])
+    return outputs
+
+
+_kept: list[list[torch.Tensor]] = []  # unlike CUDA's, CPU memory may be reused as soon as it is freed
+
+
+def numbered(turn: int, rank: int, rows: int, columns: int) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.int32).view(rows, columns) + 10000 * turn + 1000 * rank
+
+
+def wanted(turn: int, rank: int, sizes: list[int], columns: int) -> torch.Tensor:
+    """all_to_all of `numbered` rows of all ranks: this rank's columns of each."""
+    parts = [numbered(turn, p, rows, columns) for p, rows in enumerate(sizes)]
+    return torch.cat([part.tensor_split(len(sizes), 1)[rank] for part in parts])
+
+
+def values(output: Any) -> torch.Tensor:
+    x: torch.Tensor = getattr(output, "tensor", output)  # those of no pool are tensors
+    return x
+
+
+def lies_in_slot(comm: Group, output: Any) -> bool:
+    channel: Any = comm.channels["cuda"]
+    address, size = channel._place
+    return bool(address <= getattr(output, "address", 0) < address + size)
+
+
+def check_outputs(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Outputs that are kept until the slot is full, and beyond; then freed in another order, and new ones."""
+    comm = set_up(group)
+    sizes, columns = [40 + (p == 0) for p in range(world)], 100 * world + 1
+    kept: list[Any] = []
+
+    def call(turn: int) -> Any:
+        x = numbered(turn, rank, sizes[rank], columns)
+        return exchange(comm, "all_to_all", (1, 0, sum(sizes)), [x])[0]
+
+    with Stream() as stream:
+        for turn in range(60):  # ranks differ in what they keep
+            output = call(turn)
+            if rank or turn < 20:
+                kept.append((turn, output))
+        stream.synchronize()
+        for turn, output in kept:
+            assert torch.equal(values(output), wanted(turn, rank, sizes, columns)), turn
+        inside = [lies_in_slot(comm, output) for _, output in kept]
+        assert inside[0] and not all(inside), inside
+        first = kept[0][1].address
+        del kept[1::2]
+        addresses = []
+        for turn in range(100, 160):  # each takes what one before had, which the stream still writes to
+            output = call(turn)
+            addresses += [output.address] if lies_in_slot(comm, output) else []
+        stream.synchronize()
+        assert torch.equal(values(output), wanted(turn, rank, sizes, columns))
+        assert first not in addresses and len(set(addresses)) < len(addresses)
+        for turn, output in kept:
+            assert torch.equal(values(output), wanted(turn, rank, sizes, columns)), turn
+        kept.clear()
+    wait(comm)
+    comm.close()
+
+
+def check_lists_and_gradients(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Several tensors in one call on two streams, of which some ranks' outputs are in the slot, and back."""
+    comm = set_up(group)
+    streams, rows = [Stream(), Stream()], 16 * world
+    channel: Any = comm.channels["cuda"]
+    channel.pooled = Mixed(channel.pooled) if rank == 0 else channel.pooled
+    kept = []
+    for turn in range(6):
+        xs = [numbered(turn + k, rank, 16, 80 * world - k * world) for k in range(3)]
+        with streams[turn % 2]:
+            outputs = exchange(comm, "all_to_all", (1, 0, rows), xs)
+            backs = [
+                exchange(comm, "all_to_all", (0, 1, x.shape[1]), [values(y)])[0]
+                for x, y in zip(xs, outputs, strict=True)
+            ]
+        kept.append((xs, outputs, backs))
+    for stream in streams:
+        stream.synchronize()
+    for turn, (xs, outputs, backs) in enumerate(kept):
+        for k, (x, output, back) in enumerate(zip(xs, outputs, backs, strict=True)):
+            assert torch.equal(values(output), wanted(turn + k, rank, [16] * world, 80 * world - k * world))
+            assert torch.equal(values(back), x), turn
+        assert rank or [lies_in_slot(comm, output) for output in outputs] == [False, True, False]
+    del kept, xs, outputs, backs, output, back
+    wait(comm)
+    comm.close()
+
+
+class Mixed:
+    """A pool in whose slot is only the second output of a call of three, and each of the ways back."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.calls = pool, 0
+
+    def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        self.calls += 1
+        if self.calls % 6 not in (1, 3):
+            return self.pool(shape, strides, dtype)
+        x = torch.empty(shape, dtype=dtype)
+        output: Any = OnDevice(x)
+        output.tensor, output.address = x, output.data_ptr()
+        return output
+
+
+def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Outputs outlive their group; the slot goes when its last segment is returned."""
+    comm = set_up(group)
+    channel: Any = comm.channels["cuda"]
+    place, slot = channel._place, weakref.ref(channel._slot)
+    with Stream() as stream:
+        outputs = exchange(comm, "all_to_all", (1, 0, 40 * world), [numbered(1, rank, 40, 100)])
+        stream.synchronize()
+    assert lies_in_slot(comm, outputs[0])
+    wait(comm)
+    dist.barrier(group)
+    comm.close()
+    del comm, channel
+    within(5, lambda: any(held is slot() for held, _ in push._used))
+    assert _C.outputs_in_use(*place)
+    assert torch.equal(outputs[0].tensor, wanted(1, rank, [40] * world, 100))
+    outputs.clear()
+    gc.collect()
+    within(5, lambda: not _C.outputs_in_use(*place))
+    push._drop_unused()
+    gc.collect()
+    assert slot() is None
+    dist.barrier(group)
+
+
+class BrokenSlot(SharedSlot):
+    """What rank 1 writes to rank 0 does not arrive, or its signals do not."""
+
+    what = ""
+
+    def meet(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        size, *places = super().meet(group)
+        world = len(places) // 2
+        if dist.get_rank(group) == 1:
+            self.elsewhere = mmap.mmap(-1, size)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self.elsewhere))
+            places[0 if self.what == "words" else world] = start | ON_DEVICE
+        return size, *places
+
+
+def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> None:
+    """If the first exchange finds that GPUs cannot write to each other, all ranks take the next transport."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push, "Slot", BrokenSlot)
+        patch.setattr(BrokenSlot, "what", what)
+        patch.setenv("SPAR_TIMEOUT", "8")
+        begin = time.monotonic()
+        comm = set_up(group)
+        assert time.monotonic() - begin < 7
+    transport = comm.transport("cuda")
+    assert transport.name == "torch", transport
+    texts = {"words": "wrong words from rank 1 in", "signals": "rank [01] did not send its words in time in"}
+    assert re.search(f"{texts[what]} the first exchange over push", dict(transport.rejected)["push"])
+    comm.close()
