@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import datetime
 import faulthandler
+import os
 import statistics
 import sys
 import time
@@ -338,6 +339,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.loop:
         options.backend = options.backend or "gloo"
+    if options.device == "cuda":
+        os.environ["SPAR_TRANSPORT"] = "nccl"  # stages/push.py has the other one
     return gpu_ranks.start(run, options, "gpu_ops", shares_gpus=options.loop)
 
 

@@ -120,10 +120,12 @@ def test_push_requires_cuda_on_each_rank_of_one_host() -> None:
     ranks = make_info()
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
-    ranks[0].no_nccl = b"no libnccl"
     assert Choice(ranks, "cuda").name == "push"
+    refused = core.Refusal(1, (b"push",), (b"wrong words from rank 1",))
+    assert Choice(ranks, "cuda", refused=refused).name == "nccl"
     ranks[2].host[0] = 5
-    assert Choice(ranks, "cuda").rejected["push"] == "ranks 0 and 2 are on different hosts"
+    choice = Choice(ranks, "cuda")
+    assert (choice.name, choice.rejected["push"]) == ("nccl", "ranks 0 and 2 are on different hosts")
     ranks[2].host[0] = 0
     ranks[1].no_push = b"no libcuda: libcuda.so.1: cannot open"
     assert Choice(ranks, "cuda").rejected["push"] == "rank 1: no libcuda: libcuda.so.1: cannot open"

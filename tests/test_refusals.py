@@ -105,7 +105,7 @@ def expect_rejected(chosen: spar.Transport, why: dict[str, str]) -> None:
     """Expect tcp in place of shm, and torch where that fails, too."""
     rejected = dict(chosen.rejected)
     assert [chosen.name, *rejected] == (
-        ["torch", "shm", "tcp", "nccl", "push"] if "tcp" in why else ["tcp", "shm"]
+        ["torch", "shm", "tcp", "push", "nccl"] if "tcp" in why else ["tcp", "shm"]
     )
     for name, text in why.items():
         assert re.search(text, rejected[name]), rejected

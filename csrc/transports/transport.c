@@ -66,8 +66,8 @@ const spar_transport *const spar_transports[] = {
 #ifdef SPAR_LOCAL
     &spar_transport_local,
 #endif
-    &spar_transport_shm,   &spar_transport_tcp,   &spar_transport_nccl,
-    &spar_transport_push,  &spar_transport_torch, NULL,
+    &spar_transport_shm,   &spar_transport_tcp,   &spar_transport_push,
+    &spar_transport_nccl,  &spar_transport_torch, NULL,
 };
 
 enum { ROWS = sizeof spar_transports / sizeof *spar_transports - 1 };

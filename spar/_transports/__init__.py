@@ -18,7 +18,7 @@ from .channel import Channel
 CHANNELS: dict[str, Callable[[GroupState, _torch.device, str, float], Channel]] = {
     "shm": shm.ShmChannel,
     "tcp": shm.TcpChannel,
-    "nccl": nccl.NcclChannel,
     "push": push.PushChannel,
+    "nccl": nccl.NcclChannel,
     "torch": torch.TorchChannel,
 }

@@ -151,8 +151,8 @@ def check_refused(
     os.environ.pop(variable, None)
     chosen = comm.transport("cuda")
     assert chosen.name == "torch", chosen
-    assert [name for name, _ in chosen.rejected] == ["shm", "tcp", "nccl", "push"]
-    assert re.search(f"rank 0: .*{why}", chosen.rejected[2][1]), chosen
+    assert [name for name, _ in chosen.rejected] == ["shm", "tcp", "push", "nccl"]
+    assert re.search(f"rank 0: .*{why}", chosen.rejected[3][1]), chosen
     within(3, lambda: live() <= before)
     comm.close()
 
@@ -169,7 +169,7 @@ def check_no_meeting(rank: int, world: int, group: dist.ProcessGroup) -> None:
     chosen = comm.transport("cuda")
     assert chosen.name == "torch", chosen
     assert re.fullmatch(
-        f"rank {last}: ncclCommInitRank: system error: the stand-in.*", chosen.rejected[2][1]
+        f"rank {last}: ncclCommInitRank: system error: the stand-in.*", chosen.rejected[3][1]
     ), chosen
     comm.close()
 

@@ -131,7 +131,7 @@ class Allocator:
 allocator = nccl.empty = Allocator()
 
 
-CHOICE = ""  # of the transport, as SPAR_TRANSPORT
+CHOICE = "^push"  # of the transport, as SPAR_TRANSPORT
 
 
 def communicator(group: dist.ProcessGroup) -> Group:

@@ -245,7 +245,7 @@ def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> 
         comm = set_up(group)
         assert time.monotonic() - begin < 7
     transport = comm.transport("cuda")
-    assert transport.name == "torch", transport
+    assert transport.name == "nccl", transport
     texts = {"words": "wrong words from rank 1 in", "signals": "rank [01] did not send its words in time in"}
     assert re.search(f"{texts[what]} the first exchange over push", dict(transport.rejected)["push"])
     comm.close()

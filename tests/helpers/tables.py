@@ -387,8 +387,8 @@ class Transport:
 TRANSPORTS = {
     "shm": Transport(("cpu",)),
     "tcp": Transport(("cpu",)),
-    "nccl": Transport(("cuda",)),
     "push": Transport(("cuda",)),
+    "nccl": Transport(("cuda",)),
     "torch": Transport(
         ("cpu", "cuda"),
         {"out of memory": "none"},  # no cap; test_local_failures.py covers torch's allocator
