@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from spar._group.registry import group_of
 
 LIMIT_S = 50  # of each step of the process group, and of an exchange
 REPLAY_S = 4
+BYTES = 8 << 20  # of a rank's input
 FAR_APART = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch's name: ranks may share a GPU
 
 
@@ -54,6 +56,73 @@ def check_absent_replay(device: torch.device) -> None:
     gpu_ops.meet()
 
 
+class Outputs:
+    """A group whose outputs are large enough to be written by the peers."""
+
+    def __init__(self, device: torch.device) -> None:
+        world = dist.get_world_size()
+        self.group = dist.new_group()
+        shape = 1, BYTES // (4 * 128 * 8 * world), 8 * world, 128
+        self.x = torch.arange(float(math.prod(shape)), device=device).view(shape) + dist.get_rank()
+        self.wanted = self.exchange()
+        self.channel: Any = group_of(self.group).channels["cuda"]
+
+    def exchange(self) -> torch.Tensor:
+        return spar.all_to_all(self.x, self.group)
+
+    def lies_in_slot(self, output: torch.Tensor) -> bool:
+        address, size = self.channel._place
+        return bool(address <= output.data_ptr() < address + size)
+
+
+def check_outputs(device: torch.device, report: Report) -> None:
+    """Outputs lie in the slot and are right; they follow streams, are used again, and may fill the slot."""
+    outputs = Outputs(device)
+    if outputs.channel.pooled is None:
+        report.say("This torch has no pools for outputs.")
+        return
+    first = outputs.exchange()
+    check(outputs.lies_in_slot(first), f"an output lies at {first.data_ptr():x}, not in the slot")
+    place = first.data_ptr()
+    del first
+    again = outputs.exchange()
+    check(again.data_ptr() == place, "a freed output was not used again")
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        copy = again.clone()
+    again.record_stream(side)
+    del again
+    later = [outputs.exchange() for _ in range(3)]
+    check(
+        place not in [each.data_ptr() for each in later], "an output that a side stream reads was used again"
+    )
+    kept = [outputs.exchange() for _ in range(40)]
+    torch.cuda.synchronize()
+    check(not all(map(outputs.lies_in_slot, kept)), "the slot was never full")
+    for each in (copy, *later, *kept):
+        check(torch.equal(each, outputs.wanted), "an output is wrong")
+    spar.close(outputs.group)
+    check(torch.equal(later[0], outputs.wanted), "an output changed when its group was closed")
+    gpu_ops.meet()
+
+
+def time_outputs(device: torch.device, report: Report) -> None:
+    """Time calls whose peers write to the outputs, and to their images."""
+    outputs = Outputs(device)
+    pooled, found = outputs.channel.pooled, {}
+    for name, empty in (("outputs", pooled), ("images", None)):
+        outputs.channel.pooled = empty
+        for _ in range(3):
+            outputs.exchange()
+        found[name] = gpu_ops.microseconds(outputs.exchange, 20)
+        gpu_ops.meet()
+    report.figure("us_of_8_MiB", found)
+    report.say(f"8 MiB of a rank: to outputs {found['outputs']:.0f} us, to images {found['images']:.0f} us.")
+    spar.close(outputs.group)
+
+
 def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     device, gpus = gpu_ranks.device_of("cuda", rank), torch.cuda.device_count()
     limit = datetime.timedelta(seconds=LIMIT_S)
@@ -71,6 +140,10 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         "Replays of CUDA graphs are correct.": lambda: gpu_ops.check_graph(device),
         **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
         "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
+        "Outputs that peers write to are right, follow streams, and outlive their group.": (
+            lambda: check_outputs(device, report)
+        ),
+        "Direct outputs were timed.": lambda: time_outputs(device, report),
         "The times were measured.": lambda: gpu_ops.times(device, report),
     }
     for what, step in steps.items():
