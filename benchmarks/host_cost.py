@@ -30,7 +30,7 @@ BYTES = 2048  # of an input, bf16
 
 def build(folder: Path) -> None:
     """Build the libraries, and a stand-in for NVRTC, into the folder."""
-    flags = ["cc", "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
+    flags = ["cc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
     sources = {"libcuda.so.1": "benchmarks/stages/null_gpu.c", "libnccl.so.2": "benchmarks/stages/null_gpu.c"}
     sources["libnvrtc.so.12"] = "tests/standin/libnvrtc.c"
     for name, source in sources.items():
@@ -167,6 +167,8 @@ def run(world: int, folder: Path, counts: bool, shm: bool = False) -> dict[str, 
         environment |= {"XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
         if shm:  # once a second a call looks for idle pages: under callgrind, many calls
             environment["SPAR_ARENA_MAX"] = str(64 << 20)
+        else:
+            environment["SPAR_TRANSPORT"] = "nccl"
         output = subprocess.PIPE if rank == 0 else None
         processes.append(
             subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output, text=True)
