@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,9 @@ class UsualExchange(torch.autograd.Function):
 
 
 class Recurrence(torch.autograd.Function):
-    """What stands for it: the output is v, and the other gradients are zeros."""
+    """What stands for it: the output is v, and the gradients of the others are memory that is there."""
+
+    memory: ClassVar[dict[tuple[int, torch.Size], Tensor]] = {}
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, *others: Tensor) -> Tensor:
@@ -68,7 +70,11 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, *(grad.new_zeros(()).expand(shape) for shape in ctx.shapes)
+        memory = Recurrence.memory
+        for key in enumerate(ctx.shapes):
+            if key not in memory:
+                memory[key] = torch.zeros(key[1])
+        return grad, *(memory[key].detach() for key in enumerate(ctx.shapes))
 
 
 class Convolution(torch.autograd.Function):
