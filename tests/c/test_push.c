@@ -358,7 +358,7 @@ static void test_first_exchange(void)
 static void test_segments(void)
 {
     enum { BYTES = 8192 };
-    spar_outputs *outputs;
+    spar_outputs *outputs = NULL;
     spar_entered before;
     char *memory = aligned_alloc(512, BYTES), *device = on_device(memory), *taken[4], *other;
     EXPECT(!spar_cuda_enter(0, &before) && !spar_outputs_open(device, BYTES, &outputs));
