@@ -127,6 +127,7 @@ def granularity(driver: Driver, ordinal: int) -> int:
 
 def write(driver: Driver, address: int, data: bytes) -> None:
     driver.call("cuMemcpyHtoD", 3020, DeviceAddress(address), data, ctypes.c_size_t(len(data)))
+    read(driver, address + len(data) - 1, 1)  # the copy may end after the call: see spar_driver_write
 
 
 def read(driver: Driver, address: int, size: int) -> bytes:

@@ -185,11 +185,32 @@ static int MemFreeHost(void *memory)
     return 0;
 }
 
+/* The newest copy from pageable memory, which the driver may still make when the call has returned: here it
+ * waits for the next work of the default stream. */
+static struct {
+    void *to, *bytes;
+    size_t count;
+} late;
+
+static void arrive(void)
+{
+    if (late.bytes)
+        memcpy(reached(late.to), late.bytes, late.count);
+    free(late.bytes);
+    late.bytes = NULL;
+}
+
 static int MemcpyHtoD(uint64_t to, const void *from, size_t bytes)
 {
     MAY_FAIL("cuMemcpyHtoD");
     MAY_CONFLICT(unsafe());
-    memcpy(reached((void *)(uintptr_t)to), from, bytes);
+    pthread_mutex_lock(&lock);
+    arrive();
+    late.to = (void *)(uintptr_t)to;
+    late.count = bytes;
+    late.bytes = malloc(bytes);
+    memcpy(late.bytes, from, bytes);
+    pthread_mutex_unlock(&lock);
     return 0;
 }
 
@@ -197,7 +218,10 @@ static int MemcpyDtoH(void *to, uint64_t from, size_t bytes)
 {
     MAY_FAIL("cuMemcpyDtoH");
     MAY_CONFLICT(unsafe());
+    pthread_mutex_lock(&lock);
+    arrive();
     memcpy(to, reached((void *)(uintptr_t)from), bytes);
+    pthread_mutex_unlock(&lock);
     return 0;
 }
 

@@ -61,6 +61,13 @@ spar_status spar_driver_check(CUresult result, const char *what)
                      what, text, name);
 }
 
+spar_status spar_driver_write(CUdeviceptr to, const void *from, size_t bytes)
+{
+    char last; /* read in the same stream, behind the copy */
+    SPAR_TRY_CU(MemcpyHtoD, to, from, bytes);
+    return spar_driver_check(spar_cu.MemcpyDtoH(&last, to + bytes - 1, 1), "cuMemcpyDtoH");
+}
+
 spar_status spar_driver_capture(void *stream, uint64_t *capture)
 {
     CUstreamCaptureStatus status = SPAR_CU_CAPTURE_NONE;

@@ -223,8 +223,7 @@ static spar_status upload(spar_push_state *p, const spar_slots *slots)
             (unsigned *)(uintptr_t)slots->bases[rank] + (ptrdiff_t)p->rank * SPAR_KERNEL_TENSORS;
         sync.slots[rank] = p->bases[rank];
     }
-    SPAR_TRY_CU(MemcpyHtoD, memory, &sync, sizeof sync);
-    return SPAR_OK;
+    return spar_driver_write(memory, &sync, sizeof sync);
 }
 
 spar_status spar_push_open(int world, int rank, const spar_slots *slots, spar_push_state **push)

@@ -73,7 +73,7 @@ static spar_status prepare(check *c)
     uint32_t *zeros = c->host + (ptrdiff_t)ROUNDS * count;
     for (int i = 0; i < ROUNDS * count; i++)
         c->host[i] = word(c, i / count, p->rank, i % count / c->words, i % c->words);
-    SPAR_TRY_CU(MemcpyHtoD, memory, c->host, 2 * ROUNDS * c->bytes);
+    SPAR_TRY(spar_driver_write(memory, c->host, 2 * ROUNDS * c->bytes));
     for (int round = 0; round < ROUNDS; round++) {
         uintptr_t mapped = ((uintptr_t)p->bases[p->rank] + (uintptr_t)p->half + 511) / 512 * 512;
         mapped += (uintptr_t)round * c->bytes;
@@ -82,7 +82,7 @@ static spar_status prepare(check *c)
             !spar_outputs_have(p->outputs, (void *)mapped, (int64_t)c->bytes))
             continue;
         c->outputs[round] = (char *)mapped;
-        SPAR_TRY_CU(MemcpyHtoD, (CUdeviceptr)mapped, zeros, c->bytes);
+        SPAR_TRY(spar_driver_write((CUdeviceptr)mapped, zeros, c->bytes));
     }
     return SPAR_OK;
 }
