@@ -69,8 +69,8 @@ def test_rejected_transports_are_reported_with_reasons() -> None:
     rejected = {"local": "rank 2 is not in rank 0's process", "shm": "rank 0: no socket"}
     assert (choice.name, choice.rejected) == ("tcp", rejected)
     choice = Choice(apart, refused=core.Refusal(1, (b"tcp",), (b"rank 1: no route",)))
-    assert choice.name == "torch" and "cpu" in choice.reason
-    rejected |= dict.fromkeys(("push", "nccl"), "cpu tensors are not on CUDA devices")
+    assert choice.name == "torch" and "any ProcessGroup" in choice.reason
+    rejected |= dict.fromkeys(("push", "nccl"), "for cuda tensors alone")
     rejected |= {"tcp": "rank 1: no route"}
     assert choice.rejected == rejected
 
@@ -89,7 +89,7 @@ def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
     for rank, own in enumerate(ranks):
         own.endpoint = core.Endpoint(100 + rank, 7 + rank)
     assert Choice(ranks).name == "shm"
-    assert "cuda" in Choice(ranks, "cuda").rejected["shm"]
+    assert Choice(ranks, "cuda").rejected["shm"] == "for cpu tensors alone"
     ranks[2].endpoint = ranks[1].endpoint
     assert Choice(ranks).rejected["shm"] == "ranks 1 and 2 are one process"
 
@@ -97,7 +97,7 @@ def test_shm_requires_cpu_tensors_and_one_process_per_rank() -> None:
 def test_tcp_requires_cpu_tensors_and_linux_on_each_rank() -> None:
     ranks = make_info()
     assert Choice(ranks).name == "tcp"
-    assert Choice(ranks, "cuda").rejected["tcp"] == "cuda tensors are not in host memory"
+    assert Choice(ranks, "cuda").rejected["tcp"] == "for cpu tensors alone"
     ranks[1].no_tcp = b"connections between ranks need Linux"
     choice = Choice(ranks)
     assert (choice.name, choice.rejected["tcp"]) == ("torch", "rank 1: connections between ranks need Linux")
@@ -162,6 +162,12 @@ def test_forced_transport_that_cannot_serve_raises() -> None:
     expect_no_choice(
         make_info(transport=b"local"), Status.TRANSPORT, "SPAR_TRANSPORT=local", "rank 0 is not in"
     )
+
+
+@pytest.mark.parametrize(("name", "other"), [("nccl", "cpu"), ("push", "cpu"), ("shm", "cuda"), ("tcp", "cuda")])
+def test_transport_is_not_forced_on_tensors_that_it_cannot_move(name: str, other: str) -> None:
+    free, forced = (Choice(make_info(transport=request), other) for request in (b"", name.encode()))
+    assert (forced.name, forced.reason, forced.rejected) == (free.name, free.reason, free.rejected)
 
 
 def test_excluded_transport_is_skipped() -> None:

@@ -32,35 +32,29 @@ static void probe_push(spar_peer_info *info)
     snprintf(info->no_push, sizeof info->no_push, "%s", NO_PUSH);
 }
 
-static int shm_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                      size_t size)
+static int shm_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
     (void)info;
     (void)world;
     (void)first_rank;
-    (void)device;
     snprintf(reason, size, "%s", NO_SHM);
     return 0;
 }
 
-static int nccl_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                       char *reason, size_t size)
+static int nccl_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
     (void)info;
     (void)world;
     (void)first_rank;
-    (void)device;
     snprintf(reason, size, "%s", NO_NCCL);
     return 0;
 }
 
-static int push_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                       char *reason, size_t size)
+static int push_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
     (void)info;
     (void)world;
     (void)first_rank;
-    (void)device;
     snprintf(reason, size, "%s", NO_PUSH);
     return 0;
 }
@@ -74,10 +68,14 @@ static spar_status torch_setup(spar_comm *comm, spar_setup_result *result)
 
 const spar_transport spar_transport_torch = {
     .name = "torch", .serves = spar_torch_serves, .setup = torch_setup};
-const spar_transport spar_transport_shm = {.name = "shm", .probe = probe_shm, .serves = shm_serves};
-const spar_transport spar_transport_tcp = {.name = "tcp", .probe = probe_tcp, .serves = spar_tcp_serves};
-const spar_transport spar_transport_push = {.name = "push", .probe = probe_push, .serves = push_serves};
-const spar_transport spar_transport_nccl = {.name = "nccl", .probe = probe_nccl, .serves = nccl_serves};
+const spar_transport spar_transport_shm = {
+    .name = "shm", .device = "cpu", .probe = probe_shm, .serves = shm_serves};
+const spar_transport spar_transport_tcp = {
+    .name = "tcp", .device = "cpu", .probe = probe_tcp, .serves = spar_tcp_serves};
+const spar_transport spar_transport_push = {
+    .name = "push", .device = "cuda", .probe = probe_push, .serves = push_serves};
+const spar_transport spar_transport_nccl = {
+    .name = "nccl", .device = "cuda", .probe = probe_nccl, .serves = nccl_serves};
 
 void spar_staging_stats(int64_t *peak, int64_t *total)
 {

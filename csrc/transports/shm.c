@@ -18,13 +18,8 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_shm, sizeof info->no_shm, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    if (strcmp(device, "cpu") != 0) {
-        snprintf(reason, size, "%s tensors are not in host memory", device);
-        return 0;
-    }
     if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
         return 0;
     if (world == 1) /* asked before the peers are known */
@@ -288,6 +283,7 @@ static spar_status run(spar_comm *comm, spar_call *call)
 
 const spar_transport spar_transport_shm = {
     .name = "shm",
+    .device = "cpu",
     .probe = probe,
     .serves = serves,
     .setup = spar_rendezvous_setup,
@@ -298,6 +294,7 @@ const spar_transport spar_transport_shm = {
 
 const spar_transport spar_transport_tcp = {
     .name = "tcp",
+    .device = "cpu",
     .serves = spar_tcp_serves,
     .setup = tcp_setup,
     .connect = spar_rendezvous_connect,

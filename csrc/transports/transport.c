@@ -13,13 +13,8 @@
 
 _Static_assert(sizeof(spar_peer_info) == 736 && sizeof(spar_setup_result) == 256, "they travel as bytes");
 
-int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                    size_t size)
+int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    if (strcmp(device, "cpu") != 0) {
-        snprintf(reason, size, "%s tensors are not in host memory", device);
-        return 0;
-    }
     for (int rank = 0; rank < world; rank++)
         if (*info[rank].no_tcp) {
             snprintf(reason, size, "rank %d: %.63s", first_rank + rank, info[rank].no_tcp);
@@ -29,13 +24,12 @@ int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const
     return 1;
 }
 
-int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                      size_t size)
+int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
     (void)info;
     (void)world;
     (void)first_rank;
-    snprintf(reason, size, "any ProcessGroup can move the packed bytes of %s tensors", device);
+    snprintf(reason, size, "any ProcessGroup can move packed bytes");
     return 1;
 }
 
@@ -167,6 +161,11 @@ static int is_refused(const spar_refusal *refused, const char *name, char *reaso
     return 0;
 }
 
+static int moves(const spar_transport *row, const char *device)
+{
+    return !row->device || strcmp(row->device, device) == 0;
+}
+
 spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice)
 {
@@ -190,18 +189,21 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
     }
     if (request[0])
         SPAR_TRY(find(request + (request[0] == '^'), &named));
+    int is_forced = named && request[0] != '^' && moves(named, device);
     for (const spar_transport *const *row = spar_transports; *row; row++) {
         char reason[sizeof choice->reason] = "";
-        if (named && request[0] != '^' && *row != named)
+        if (is_forced && *row != named)
             snprintf(reason, sizeof reason, "SPAR_TRANSPORT=%s", request);
         else if (named && request[0] == '^' && *row == named)
             snprintf(reason, sizeof reason, "excluded by SPAR_TRANSPORT=%s", request);
+        else if (!moves(*row, device))
+            snprintf(reason, sizeof reason, "for %s tensors alone", (*row)->device);
         else if (!is_refused(refused, (*row)->name, reason, sizeof reason) &&
-                 (*row)->serves(info, world, first_rank, device, reason, sizeof reason)) {
+                 (*row)->serves(info, world, first_rank, reason, sizeof reason)) {
             choice->transport = *row;
             memcpy(choice->reason, reason, sizeof reason);
             return SPAR_OK;
-        } else if (*row == named) {
+        } else if (is_forced) {
             return spar_fail(SPAR_TRANSPORT, "SPAR_TRANSPORT=%s cannot serve: %s", request, reason);
         }
         choice->rejected_names[choice->rejected] = (*row)->name;

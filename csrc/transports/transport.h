@@ -90,12 +90,12 @@ typedef struct spar_comm spar_comm;
 
 typedef struct {
     const char *name;
+    const char *device; /* the type of devices whose tensors it moves: "cpu", "cuda"; NULL: any */
     /* Writes into this rank's peer info what the others need to choose the transport. NULL: nothing. */
     void (*probe)(spar_peer_info *info);
-    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, and the reason.
-     * Pure; any rank may ask. */
-    int (*serves)(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size);
+    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, for tensors of a device
+     * type that it moves, and the reason. Pure; any rank may ask. */
+    int (*serves)(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size);
     /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result,
      * which is sent to all ranks; the caller sets the failure from the status. */
     spar_status (*setup)(spar_comm *comm, spar_setup_result *result);
@@ -145,12 +145,10 @@ static inline int spar_is_far(const spar_comm *comm, int rank)
 
 /* The slot `serves` of tcp, on every system: ranks of one host, too, where shm may have been excluded or have
  * failed. */
-int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                    size_t size);
+int spar_tcp_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size);
 
 /* The slot `serves` of torch, on every system: any group. */
-int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                      size_t size);
+int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size);
 
 /* The ordered table; it ends in NULL. */
 extern const spar_transport *const spar_transports[];
@@ -185,8 +183,9 @@ typedef struct {
     const char *names[16], *reasons[16];
 } spar_refusal;
 
-/* Chooses the transport for these ranks and this device type. Fails if settings differ between ranks, or if
- * the forced transport cannot serve. */
+/* Chooses the transport for these ranks and this device type. SPAR_TRANSPORT forces one for the tensors that it
+ * can move: with nccl, those of CPUs are moved as without it. Fails if settings differ between ranks, or if the
+ * forced transport cannot serve. */
 spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 

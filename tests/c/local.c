@@ -43,10 +43,8 @@ void spar_local_world_free(spar_local_world *w)
     free(w);
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    (void)device;
     for (int rank = 0; rank < world; rank++)
         if (!info[rank].local_world || info[rank].local_world != info[0].local_world) {
             snprintf(reason, size, "rank %d is not in rank %d's process", first_rank + rank, first_rank);

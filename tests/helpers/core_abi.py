@@ -249,6 +249,7 @@ _CallFunction = ctypes.CFUNCTYPE(c_int, POINTER(Comm), POINTER(Call))
 class Transport(ctypes.Structure):
     _fields_ = (
         ("name", c_char_p),
+        ("device", c_char_p),
         ("probe", c_void_p),
         ("serves", c_void_p),
         ("setup", c_void_p),

@@ -14,13 +14,9 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                     size_t why_not, char *reason, size_t size)
+int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
+                     size_t size)
 {
-    if (strcmp(device, "cuda") != 0) {
-        snprintf(reason, size, "%s tensors are not on CUDA devices", device);
-        return 0;
-    }
     for (int rank = 0; rank < world; rank++) {
         const char *why = (const char *)&info[rank] + why_not;
         if (*why) {
@@ -31,10 +27,9 @@ int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, cons
     return 1;
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    if (!spar_cuda_serves(info, world, first_rank, device, offsetof(spar_peer_info, no_nccl), reason, size))
+    if (!spar_cuda_serves(info, world, first_rank, offsetof(spar_peer_info, no_nccl), reason, size))
         return 0;
     if (world == 1)
         snprintf(reason, size, "this process has CUDA and NCCL");
@@ -179,6 +174,7 @@ void spar_nccl_close(spar_comm *comm)
 
 const spar_transport spar_transport_nccl = {
     .name = "nccl",
+    .device = "cuda",
     .probe = probe,
     .serves = serves,
     .setup = spar_nccl_setup,

@@ -299,10 +299,9 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_push, sizeof info->no_push, "%s", spar_last_error());
 }
 
-static int serves(const spar_peer_info *info, int world, int first_rank, const char *device, char *reason,
-                  size_t size)
+static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    if (!spar_cuda_serves(info, world, first_rank, device, offsetof(spar_peer_info, no_push), reason, size))
+    if (!spar_cuda_serves(info, world, first_rank, offsetof(spar_peer_info, no_push), reason, size))
         return 0;
     if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
         return 0;
@@ -323,6 +322,7 @@ static int is_captured(const spar_comm *comm)
 
 const spar_transport spar_transport_push = {
     .name = "push",
+    .device = "cuda",
     .probe = probe,
     .serves = serves,
     .setup = setup,

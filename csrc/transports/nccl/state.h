@@ -30,8 +30,8 @@ typedef struct {
 } spar_nccl_state;
 
 /* Whether the device is "cuda", and no rank has a reason against it in its field at `why_not`; else why. */
-int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, const char *device,
-                     size_t why_not, char *reason, size_t size);
+int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
+                     size_t size);
 
 /* The stages of the set-up: slots of spar_transport_nccl. */
 spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result);
