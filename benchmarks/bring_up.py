@@ -87,10 +87,11 @@ STAGES = (
         "Attention by flex_attention",
         "gpu_attention.py",
         ("--flex",),
-        200,
+        240,
         (kit.PACKAGE,),
         shares=True,
     ),
+    Stage("models", "Models of transformers", "gpu_models.py", (), 120, (kit.PACKAGE,), shares=True),
     Stage(
         "loop",
         "Operations between two ranks on one GPU over the loop library",

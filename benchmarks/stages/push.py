@@ -32,7 +32,6 @@ from spar._group.registry import group_of
 LIMIT_S = 50  # of each step of the process group, and of an exchange
 REPLAY_S = 4
 BYTES = 8 << 20  # of a rank's input
-FAR_APART = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch's name: ranks may share a GPU
 
 
 def check_absent_replay(device: torch.device) -> None:
@@ -168,7 +167,7 @@ def main() -> int:
     world = max(2, torch.cuda.device_count())
     os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
     if world > torch.cuda.device_count():
-        os.environ |= FAR_APART
+        os.environ |= gpu_ranks.FAR_APART
     options.device, options.ranks = "cuda", None
     options.backend = "nccl" if world <= torch.cuda.device_count() else "gloo"
     return gpu_ranks.start(run, options, "push", shares_gpus=True)

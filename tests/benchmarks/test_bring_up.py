@@ -89,12 +89,12 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
     statuses = {name: result["status"] for name, result in found.items()}
-    skipped = {"sanitizer", "ranks", "legacy", "gloo", "attention", "flex", "lifetime"}
+    skipped = {"sanitizer", "ranks", "legacy", "gloo", "attention", "flex", "models", "lifetime"}
     expected = {stage.name: "skipped" if stage.name in skipped else "passed" for stage in STAGES}
     assert statuses == expected, page
     assert status == 0
     assert found["sanitizer"]["reason"] == "compute-sanitizer is not installed"
-    for name in ("ranks", "gloo", "attention", "flex", "lifetime"):
+    for name in ("ranks", "gloo", "attention", "flex", "models", "lifetime"):
         assert "no CUDA device" in found[name]["reason"]
     assert "no backend nccl-legacy" in found["legacy"]["reason"]
     assert page.startswith("## stand-in 0 x 1, ")

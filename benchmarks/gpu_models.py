@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check small models of transformers between GPUs: python benchmarks/gpu_models.py [--data FILE].
+
+Losses and gradients of `spar.shard_model`, and of `spar.integrations.transformers.shard`, against one process
+in float32, over the transport that spar chooses. Needs transformers. Starts a rank for each GPU, or two on
+one. A model that this transformers does not have is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import gpu_ranks
+import torch
+import torch.distributed as dist
+from report import Report
+from torch import Tensor
+
+import spar
+
+LIMIT_S = 60  # of an exchange
+TOLERANCE = 1e-4  # of the largest element; one of torch's kernels on GPUs sums in another order for each size
+TOKENS = 301
+OF_VIEWS = ("Llama", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Bloom", "mamba2", "qwen3_next", "bamba")
+OF_SHARDS = ("Llama", "Mistral", "Qwen3Moe", "GptOss", "qwen3_next", "bamba", "falcon_h1", "nemotron_h")
+
+
+class Case(NamedTuple):
+    way: str
+    name: str
+    make: Callable[[], Any]
+    shard: Callable[[Any, Any], Any]
+    reduce: str  # of gradients over the ranks
+
+
+def by_view(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    spar.shard_model(model)
+    return batch
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    from helpers import hybrid_models, llms  # type: ignore[import-not-found]
+
+    def maker(name: str) -> Callable[[], Any]:
+        if name in hybrid_models.TYPES:
+            make = hybrid_models.maker(name)
+        else:
+            make = llms.maker(name, **({"num_local_experts": 4} | llms.MIXED if name == "GptOss" else {}))
+        return lambda: make().to(device)
+
+    for name in OF_VIEWS:
+        yield Case("shard_model", name, maker(name), by_view, "mean")
+    for name in OF_SHARDS:
+        yield Case("shard", name, maker(name), llms.sharding(dist.group.WORLD), "sum")
+
+
+def check(case: Case, batch: dict[str, Tensor], report: Report) -> None:
+    compare = functools.partial(spar.testing.compare, show=False, reduce=case.reduce)
+    try:
+        found = compare(case.make, batch, case.shard)
+    except AttributeError as error:  # all ranks have the same transformers
+        if "has no attribute" not in str(error) or "module transformers" not in str(error):
+            raise
+        report.row(case.way, case.name, "not in this transformers", "")
+        return
+    real = [each for each in found.entries if each.reference_norm > 1e-6 or each.max_abs_error > 1e-6]
+    worst = max(real, key=lambda each: each.max_rel_error if each.max_rel_error >= 0 else float("inf"))
+    report.expect(worst.max_rel_error < TOLERANCE, f"{case.way} of {case.name}: {worst}")
+    report.row(
+        case.way,
+        case.name,
+        f"{found.entries[0].max_rel_error:.0e}",
+        f"{worst.max_rel_error:.0e} ({worst.name})",
+    )
+
+
+def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
+    device = gpu_ranks.device_of(options.device, rank)
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    dist.init_process_group(options.backend, f"file://{store}", limit, rank=rank, world_size=world)
+    import transformers
+    from helpers import llms
+
+    report = Report(options.data if rank == 0 else None, rank == 0)
+    batch = {name: x.to(device) for name, x in llms.whole(2, options.tokens).items()}
+    spar.init(None, device)
+    transport = spar.transport(None, device).name
+    report.say(
+        f"{world} ranks, {options.tokens} tokens, transformers {transformers.__version__}, {transport}."
+    )
+    report.table("by", "model", "error of the loss", "largest error of a tensor, of its largest element")
+    for case in cases(device):
+        if case.name in (options.models or [case.name]):
+            check(case, batch, report)
+    dist.barrier()
+    dist.destroy_process_group()
+    if report.status():
+        sys.exit(report.status())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    gpu_ranks.add_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--models", nargs="+", help="check these alone, such as Llama")
+    options = parser.parse_args()
+    if options.device == "cuda" and torch.cuda.device_count() == 1:
+        os.environ |= gpu_ranks.FAR_APART
+        options.backend = options.backend or "gloo"
+    return gpu_ranks.start(run, options, "gpu_models", shares_gpus=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
