@@ -164,7 +164,9 @@ def test_forced_transport_that_cannot_serve_raises() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "other"), [("nccl", "cpu"), ("push", "cpu"), ("shm", "cuda"), ("tcp", "cuda")])
+@pytest.mark.parametrize(
+    ("name", "other"), [("nccl", "cpu"), ("push", "cpu"), ("shm", "cuda"), ("tcp", "cuda")]
+)
 def test_transport_is_not_forced_on_tensors_that_it_cannot_move(name: str, other: str) -> None:
     free, forced = (Choice(make_info(transport=request), other) for request in (b"", name.encode()))
     assert (forced.name, forced.reason, forced.rejected) == (free.name, free.reason, free.rejected)

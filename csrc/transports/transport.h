@@ -93,8 +93,8 @@ typedef struct {
     const char *device; /* the type of devices whose tensors it moves: "cpu", "cuda"; NULL: any */
     /* Writes into this rank's peer info what the others need to choose the transport. NULL: nothing. */
     void (*probe)(spar_peer_info *info);
-    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, for tensors of a device
-     * type that it moves, and the reason. Pure; any rank may ask. */
+    /* Whether it can serve a group of these ranks, which are numbered from `first_rank`, for tensors of a
+     * device type that it moves, and the reason. Pure; any rank may ask. */
     int (*serves)(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size);
     /* First set-up stage, from all ranks' peer info; does not wait. Sets `offset` and `token` of the result,
      * which is sent to all ranks; the caller sets the failure from the status. */
@@ -183,9 +183,9 @@ typedef struct {
     const char *names[16], *reasons[16];
 } spar_refusal;
 
-/* Chooses the transport for these ranks and this device type. SPAR_TRANSPORT forces one for the tensors that it
- * can move: with nccl, those of CPUs are moved as without it. Fails if settings differ between ranks, or if the
- * forced transport cannot serve. */
+/* Chooses the transport for these ranks and this device type. SPAR_TRANSPORT forces one for the tensors that
+ * it can move: with nccl, those of CPUs are moved as without it. Fails if settings differ between ranks, or
+ * if the forced transport cannot serve. */
 spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
                         const spar_refusal *refused, spar_choice *choice);
 

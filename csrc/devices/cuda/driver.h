@@ -90,9 +90,9 @@ spar_status spar_driver_open(void);
  * SPAR_TRANSPORT. Needs an open driver. */
 spar_status spar_driver_check(CUresult result, const char *what);
 
-/* Copies to the device's memory and waits until the bytes are there. cuMemcpyHtoD alone may return while they are
- * in the driver's own staging memory (CUDA's "API synchronization behavior"), and a kernel of another stream or
- * process would not find them. */
+/* Copies to the device's memory and waits until the bytes are there. cuMemcpyHtoD alone may return while they
+ * are in the driver's own staging memory (CUDA's "API synchronization behavior"), and a kernel of another
+ * stream or process would not find them. */
 spar_status spar_driver_write(CUdeviceptr to, const void *from, size_t bytes);
 
 /* The capture of the stream into a graph: a number of its own, or 0 if there is none. */
