@@ -108,7 +108,7 @@ def program() -> Builder:
 @pytest.mark.parametrize(("threads", "plans", "delay"), [(1, 1200, 0), (3, 150, 50)])
 def test_cuda_device(program: Builder, kind: str, threads: int, plans: int, delay: int) -> None:
     """Random plans, spans, factors, graphs: the kernels, built for the host, match the CPU's copies."""
-    environment = {**standins.environment(standins_of(kind)), "STANDIN_DELAY_US": str(delay)}
+    environment = standins.environment(standins_of(kind), STANDIN_DELAY_US=str(delay), STANDIN_DEVICES="2")
     plans = plans if kind == "plain" else plans // 3  # sanitizers are slow
     done = run(program(kind), "cuda", str(threads), str(plans), **environment)
     assert (done.returncode, done.stderr) == (0, "")

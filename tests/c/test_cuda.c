@@ -377,6 +377,24 @@ static void test_graph_outlives_its_plan(void)
     spar_cuda_leave(&before);
 }
 
+/* A thread's context is restored; a thread without one keeps that of device 0 alone. */
+static void *test_contexts(void *unused)
+{
+    spar_entered before;
+    CUcontext first, now;
+    EXPECT(!spar_cuda_prepare(1) && spar_cu.CtxGetCurrent(&now) == 0 && !now);
+    EXPECT(!spar_cuda_enter(1, &before));
+    spar_cuda_leave(&before);
+    EXPECT(spar_cu.CtxGetCurrent(&now) == 0 && !now);
+    EXPECT(!spar_cuda_enter(0, &before) && spar_cu.CtxGetCurrent(&first) == 0 && first);
+    spar_cuda_leave(&before);
+    EXPECT(spar_cu.CtxGetCurrent(&now) == 0 && now == first);
+    EXPECT(!spar_cuda_enter(1, &before) && spar_cu.CtxGetCurrent(&now) == 0 && now != first);
+    spar_cuda_leave(&before);
+    EXPECT(spar_cu.CtxGetCurrent(&now) == 0 && now == first);
+    return unused;
+}
+
 int test_cuda(int argc, char **argv)
 {
     EXPECT(argc == 3);
@@ -392,6 +410,7 @@ int test_cuda(int argc, char **argv)
     find("cuGraphDestroy", &destroy_graph);
     if (shared.alone)
         test_graph_outlives_its_plan();
+    EXPECT(!pthread_create(others, NULL, test_contexts, NULL) && !pthread_join(*others, NULL));
     for (int i = 0; i < threads; i++)
         EXPECT(!pthread_create(&others[i], NULL, run, &shared));
     for (int i = 0; i < threads; i++)

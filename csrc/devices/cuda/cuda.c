@@ -191,7 +191,10 @@ void spar_cuda_leave(const spar_entered *before)
     CUcontext context;
     CUstreamCaptureMode mode = (CUstreamCaptureMode)before->mode;
     spar_cu.ThreadExchangeStreamCaptureMode(&mode);
-    if (spar_cu.CtxGetCurrent(&context) == SPAR_CU_SUCCESS && context != before->context)
+    if (spar_cu.CtxGetCurrent(&context) != SPAR_CU_SUCCESS || context == before->context)
+        return;
+    const gpu *first = __atomic_load_n(&gpus.by_ordinal[0], __ATOMIC_ACQUIRE);
+    if (before->context || !first || first->context != context)
         spar_cu.CtxSetCurrent(before->context);
 }
 

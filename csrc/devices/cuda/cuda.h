@@ -42,7 +42,9 @@ spar_status spar_cuda_open(void);
 spar_status spar_cuda_prepare(int ordinal);
 
 /* Makes a prepared device current on this thread, and puts the thread into the relaxed capture mode, in which
- * it invalidates no capture. spar_cuda_leave restores both. The functions below require it. */
+ * it invalidates no capture. spar_cuda_leave restores both; but a thread that had no context keeps that of
+ * device 0, as CUDA's runtime would leave it: torch warns if it calls cuBLAS on a thread without one. The
+ * functions below require a device to be current. */
 spar_status spar_cuda_enter(int ordinal, spar_entered *before);
 void spar_cuda_leave(const spar_entered *before);
 
