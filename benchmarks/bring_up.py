@@ -82,15 +82,6 @@ STAGES = (
         shares=True,
     ),
     Stage("attention", "Attention kernels", "gpu_attention.py", (), 90, (kit.PACKAGE,), shares=True),
-    Stage(
-        "flex",
-        "Attention by flex_attention",
-        "gpu_attention.py",
-        ("--flex",),
-        240,
-        (kit.PACKAGE,),
-        shares=True,
-    ),
     Stage("models", "Models of transformers", "gpu_models.py", (), 120, (kit.PACKAGE,), shares=True),
     Stage(
         "loop",
@@ -105,6 +96,16 @@ STAGES = (
     Stage("host", "NCCL with one rank", "stages/host.py", limit=60),
     Stage("lifetime", "What ends when", "stages/lifetime.py", KIT, 150),
     Stage("p2p", "What a peer-to-peer transport needs", "stages/p2p.py", KIT, 60, (kit.CORE,)),
+    # The last: it compiles for as long as there is time.
+    Stage(
+        "flex",
+        "Attention by flex_attention",
+        "gpu_attention.py",
+        ("--flex",),
+        240,
+        (kit.PACKAGE,),
+        shares=True,
+    ),
 )
 
 
