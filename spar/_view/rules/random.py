@@ -53,8 +53,7 @@ def in_place(call: FunctionCall) -> Plan | None:
     function = call.function
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():
-            return x.copy_(_drawn(part, x, lambda e: function(e, *args, **kwargs)))
+        return x.copy_(_drawn(part, x, lambda e: function(e, *args, **kwargs)))  # autograd sees the change
 
     return Plan(part, run=run)
 
