@@ -100,6 +100,22 @@ def test_hybrid_layouts_are_exact(tmp_path: Path) -> None:
     assert finish(start(check_hybrid, 4, tmp_path), 200) == [0] * 4
 
 
+def check_order(rank: int, world: int, group: Group) -> None:
+    """Numbers are drawn in the order of one process's memory, also where a rank has one item of a dim."""
+    drawing: list[Callable[..., Any]] = [
+        lambda x, *_: F.dropout(x.mT, 0.3),
+        lambda x, *_: torch.randn_like(x.transpose(0, 2)),
+        lambda x, *_: x.detach().mT.normal_(),
+    ]
+    for function in drawing:
+        for pair in (("features", "features"), ("tokens", "tokens")):
+            assert compare(group, function, pair, Inputs(3)) is None, pair
+
+
+def test_one_item_has_its_own_numbers(ranks: Ranks) -> None:
+    ranks(4, check_order)
+
+
 # ---- what is refused ----
 
 

@@ -79,9 +79,15 @@ def dropout(call: FunctionCall) -> Plan | None:
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
     """Return this rank's part of what is drawn for an empty tensor of the whole shape."""
     with torch.no_grad():
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)  # in memory, in which numbers are drawn
-        whole = draw(torch.empty_permuted(whole_shape(x), order, dtype=x.dtype, device=x.device))
-        return part.parts.shard(whole, part).detach()
+        return part.parts.shard(draw(_empty_whole(x)), part).detach()
+
+
+def _empty_whole(x: Tensor) -> Tensor:
+    """Return an empty tensor of the whole shape, in whose memory numbers are drawn in one process's order."""
+    # Of dims of one stride, the inner one has size 1 or 0 here.
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
+    return torch.empty_permuted(whole_shape(x), order, dtype=x.dtype, device=x.device)
 
 
 def same_generators(parts: Parts) -> None:
