@@ -101,7 +101,14 @@ def test_hybrid_layouts_are_exact(tmp_path: Path) -> None:
 
 
 def check_order(rank: int, world: int, group: Group) -> None:
-    """Numbers are drawn in the order of one process's memory, also where a rank has one item of a dim."""
+    """Numbers are drawn as in one process's memory, also where a rank has one item of a dim, and in gaps."""
+
+    def of_some_features(x: Tensor, *_: Any) -> Tensor:
+        z = x.detach() * 2
+        z[..., 2:5].normal_()
+        z.unflatten(-1, (3, 2))[..., 1].normal_()
+        return z
+
     drawing: list[Callable[..., Any]] = [
         lambda x, *_: F.dropout(x.mT, 0.3),
         lambda x, *_: torch.randn_like(x.transpose(0, 2)),
@@ -110,9 +117,10 @@ def check_order(rank: int, world: int, group: Group) -> None:
     for function in drawing:
         for pair in (("features", "features"), ("tokens", "tokens")):
             assert compare(group, function, pair, Inputs(3)) is None, pair
+    assert compare(group, of_some_features, ("tokens", "whole"), Inputs(3)) is None
 
 
-def test_one_item_has_its_own_numbers(ranks: Ranks) -> None:
+def test_numbers_are_drawn_as_in_memory(ranks: Ranks) -> None:
     ranks(4, check_order)
 
 

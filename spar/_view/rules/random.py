@@ -83,11 +83,21 @@ def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
 
 
 def _empty_whole(x: Tensor) -> Tensor:
-    """Return an empty tensor of the whole shape, in whose memory numbers are drawn in one process's order."""
+    """Return an empty tensor of the whole shape, in whose memory numbers are drawn in one process's order.
+
+    It has gaps where x has: torch draws normal numbers one by one there, and else many at once.
+    """
     # Of dims of one stride, the inner one has size 1 or 0 here.
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
-    return torch.empty_permuted(whole_shape(x), order, dtype=x.dtype, device=x.device)
+    shape = list(whole_shape(x))
+    wide, unit = list(shape), 1
+    for dim in reversed(order):
+        if shape[dim] > 1 and strides[dim] != unit:
+            wide[order[-1]] = shape[order[-1]] + 1
+        unit *= max(x.shape[dim], 1)
+    empty = torch.empty_permuted(wide, order, dtype=x.dtype, device=x.device)
+    return empty if wide == shape else empty.narrow(order[-1], 0, shape[order[-1]])
 
 
 def same_generators(parts: Parts) -> None:
