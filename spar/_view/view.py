@@ -222,6 +222,8 @@ class View(Mode, TorchFunctionMode):
                 "reads or replaces the memory or the shape of a tensor that is sharded",
                 "gather it first",
             )
+        if function.is_inplace and not args:  # torch.nn.init's, whose bodies would come here again
+            raise self.error(name, "changes a sharded tensor", "call the method of the tensor")
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
         call = FunctionCall(self.parts, name, func, args, kwargs)
