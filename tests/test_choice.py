@@ -190,9 +190,17 @@ def test_unknown_transport_error_lists_known_names(name: str) -> None:
     expect_no_choice(
         make_info(local_world=5, transport=name.encode()),
         Status.INVALID,
-        f"'{name.removeprefix('^')}'",
+        f"SPAR_TRANSPORT is '{name}'",
         *TRANSPORTS,
     )
+
+
+def test_error_of_a_long_setting_says_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPAR_TRANSPORT", 40 * "x")
+    with pytest.raises(
+        ValueError, match="has 40 characters; expected the name of a transport, or \\^ and one"
+    ):
+        _C.choose(_C.peer_info(), "cpu", ())
 
 
 @pytest.mark.parametrize("rank", [1, 2])

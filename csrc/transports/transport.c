@@ -103,7 +103,8 @@ void spar_peer_info_read(spar_peer_info *info)
         return;
     }
     if (strlen(transport.text) >= sizeof info->transport)
-        snprintf(info->error, sizeof info->error, "SPAR_TRANSPORT has %zu characters",
+        snprintf(info->error, sizeof info->error,
+                 "SPAR_TRANSPORT has %zu characters; expected the name of a transport, or ^ and one",
                  strlen(transport.text));
     snprintf(info->transport, sizeof info->transport, "%s", transport.text);
     snprintf(info->check, sizeof info->check, "%s", check.text);
@@ -122,8 +123,9 @@ static spar_status agree(const char *what, int rank, const char *first, const ch
 }
 
 /* Finds the row that SPAR_TRANSPORT names, with or without a leading ^. */
-static spar_status find(const char *name, const spar_transport **result)
+static spar_status find(const char *request, const spar_transport **result)
 {
+    const char *name = request + (request[0] == '^');
     char names[128] = "";
     for (const spar_transport *const *row = spar_transports; *row; row++) {
         if (strcmp((*row)->name, name) == 0) {
@@ -133,7 +135,7 @@ static spar_status find(const char *name, const spar_transport **result)
         spar_append(names, sizeof names, "%s%s", *names ? ", " : "", (*row)->name);
     }
     return spar_fail(SPAR_INVALID, "SPAR_TRANSPORT is '%s'; known: %s, or ^ and one of them to exclude it",
-                     name, names);
+                     request, names);
 }
 
 void spar_call_describe(const void *context, char *text, size_t size, spar_gathered *gathered)
@@ -188,7 +190,7 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
         SPAR_TRY(agree("SPAR_CHECK", rank, info[0].check, info[rank].check));
     }
     if (request[0])
-        SPAR_TRY(find(request + (request[0] == '^'), &named));
+        SPAR_TRY(find(request, &named));
     int is_forced = named && request[0] != '^' && moves(named, device);
     for (const spar_transport *const *row = spar_transports; *row; row++) {
         char reason[sizeof choice->reason] = "";
