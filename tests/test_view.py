@@ -129,7 +129,10 @@ def test_numbers_are_drawn_as_in_memory(ranks: Ranks) -> None:
 
 def check_refusals(rank: int, world: int, group: Group) -> None:
     refused: dict[str, tuple[Callable[[View, Tensor], Any], str]] = {
-        "memory": (lambda view, x: x.data_ptr(), "reads or replaces the memory"),
+        "memory": (
+            lambda view, x: x.data_ptr(),
+            "reads or replaces the memory.*in a torch.autograd.Function",
+        ),
         "strides": (lambda view, x: x.as_strided((2, 2), (1, 1)), "reads or replaces the memory"),
         "shape": (lambda view, x: x.unsqueeze_(0), "reads or replaces the memory or the shape"),
         "data": (lambda view, x: setattr(x, "data", x * 2), "reads or replaces the memory"),
@@ -151,6 +154,32 @@ def check_refusals(rank: int, world: int, group: Group) -> None:
 
 def test_what_cannot_be_right_is_refused(ranks: Ranks) -> None:
     ranks(2, check_refusals)
+
+
+class OfWhole(torch.autograd.Function):
+    """What is refused of parts: torch.func, and strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda sample: sample.cumsum(0))(x) + x.as_strided((2, 1, 6), (72, 6, 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result = grad.flip(1).cumsum(1).flip(1)
+        result[:, :1] += grad.sum(1, keepdim=True)
+        return result
+
+
+def check_wrapped(rank: int, world: int, group: Group) -> None:
+    def wrapped(x: Tensor, y: Tensor, *_: Any) -> Any:
+        return OfWhole.apply(x) * y  # type: ignore[no-untyped-call]
+
+    for pair in PAIRS:
+        assert compare(group, wrapped, pair, Inputs(3)) is None, pair
+
+
+def test_what_is_refused_runs_in_a_function(ranks: Ranks) -> None:
+    ranks(3, check_wrapped)
 
 
 def check_written(rank: int, world: int, group: Group) -> None:

@@ -25,6 +25,7 @@ from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
 
 _MOST_STEPS = 20_000
+_AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
 _EVEN = "_spar_even"  # an uneven part's attribute: its even one, and what says that neither was changed since
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
 # Functions of which nobody could make the result right: they read or change memory of the part.
@@ -117,7 +118,7 @@ class View(Mode, TorchFunctionMode):
                 "compute them outside of the model, and average them over the ranks",
             )
         if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
-            raise self.error(function.name, "is in a torch.func transform of a part", "gather it first")
+            raise self.error(function.name, "is in a torch.func transform of a part", _AS_WHOLE)
         is_drawn = function.may_draw and draws(FunctionCall(self.parts, function.name, func, args, kwargs))
         if is_drawn:
             self._compare_generators()
@@ -220,7 +221,7 @@ class View(Mode, TorchFunctionMode):
             raise self.error(
                 name,
                 "reads or replaces the memory or the shape of a tensor that is sharded",
-                "gather it first",
+                _AS_WHOLE,
             )
         if function.is_inplace and not args:  # torch.nn.init's, whose bodies would come here again
             raise self.error(name, "changes a sharded tensor", "call the method of the tensor")
