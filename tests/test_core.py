@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parent / "c"
 INCLUDED = [FOLDER.parent.parent / "csrc/devices/cpu" / name for name in ("scale.c", "sum.c")]  # by tests
 SANITIZER = ["-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 BUILDS = {  # the compiler and its flags; clang's sanitizers see the core in make fuzz
-    "plain": ("gcc", "-O1"),  # of tests/c; core_abi.py compiles csrc for them by -O2
+    "plain": ("gcc", "-O1"),  # of tests/c; core_abi.py compiles csrc for them by -O1, too
     "clang": ("clang", "-O2"),
     "address": ("gcc", "-Og", *SANITIZER, "-fsanitize=address,undefined"),  # as does -O1
     "thread": ("gcc", "-O1", *SANITIZER, "-fsanitize=thread"),

@@ -43,7 +43,7 @@ def compile_core(
     """Compile csrc without its Python binding; `options` are flags and further source files.
 
     `without`: files of csrc that the further source files include. `from_objects`: csrc is compiled once for
-    all that link it, by -O2.
+    all that link it, by -O1.
     """
     sources = [path for path in _sources() if path not in without]
     if from_objects:
@@ -54,7 +54,7 @@ def compile_core(
 
 def _objects() -> Path:
     """Return the folder of csrc's objects, which a library and a program can have."""
-    command = ["cc", *FLAGS, "-O2", "-fPIC", "-c", *map(str, _sources())]
+    command = ["cc", *FLAGS, "-O1", "-fPIC", "-c", *map(str, _sources())]
     return workers.built("core-objects", lambda folder: _run(command, folder))
 
 
@@ -406,7 +406,7 @@ def library() -> ctypes.CDLL:
             '#include "devices/cuda/cuda.h"\n#include "spar.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
-        compile_core(folder / "core.so", "-O2", "-fPIC", "-shared", table, from_objects=True)
+        compile_core(folder / "core.so", "-O1", "-fPIC", "-shared", table, from_objects=True)
 
     core = ctypes.CDLL(str(workers.built("core", fill) / "core.so"))
     built = (ctypes.c_longlong * len(abi)).in_dll(core, "abi")
