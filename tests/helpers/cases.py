@@ -127,7 +127,8 @@ def seeded_case(op: str, world: int, seed: int) -> Case:
 
 def check_content(case: Case) -> None:
     """Check that an exchange gives each rank its output, and leaves the inputs unchanged."""
-    inputs, plans = case.inputs(), case.plans()
+    inputs = case.inputs()
+    plans = case.plans(inputs=inputs)
     memories = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for own in inputs for x in own]
     before = [memory.clone() for memory in memories]
     outputs = core.world(case.world).exchange(plans, inputs)
@@ -140,7 +141,8 @@ def check_content(case: Case) -> None:
 
 def check_writes(case: Case) -> None:
     """Check that the blocks of all ranks cover each output exactly once, stay in bounds, and are merged."""
-    inputs, plans = case.inputs(), case.plans()
+    inputs = case.inputs()
+    plans = case.plans(inputs=inputs)
     for receiver in plans:
         counts = [torch.zeros(tensor.out_bytes, dtype=torch.int32) for tensor in receiver.tensors]
         moved = [0] * len(counts)
@@ -181,7 +183,8 @@ def assert_merged(block: core.BlockRow) -> None:
 
 def check_packed(case: Case) -> None:
     """Check that packing and unpacking give the same outputs, and that both ends count the same bytes."""
-    inputs, plans = case.inputs(), case.plans(core.SIDE_PULL)
+    inputs = case.inputs()
+    plans = case.plans(core.SIDE_PULL, inputs)
     pushed = [plan.push_bytes for plan in plans]
     pulled = [plan.pull_bytes for plan in plans]
     assert pushed == [list(column) for column in zip(*pulled, strict=True)]
@@ -192,7 +195,7 @@ def check_packed(case: Case) -> None:
 def check_inverse(case: Case) -> None:
     """Check that the inverse op of the table restores the inputs."""
     inputs, shared = case.inputs(), core.world(case.world)
-    outputs = shared.exchange(case.plans(), inputs)
+    outputs = shared.exchange(case.plans(inputs=inputs), inputs)
     args = [part.move.inverse_args for part in case.parts]
     back = shared.exchange(core.build_plans(EXCHANGES[case.op].inverse, outputs, args), outputs)
     for ours, theirs in zip(back, inputs, strict=True):

@@ -224,10 +224,8 @@ class Cut:
     def parts(self, x: torch.Tensor, world: int) -> Sequence[torch.Tensor]:
         if self.owners is None:
             return [x] * world
-        own: list[list[int]] = [[] for _ in range(world)]
-        for index, owner in enumerate(self.owners):
-            own[owner].append(index)
-        return [x.index_select(self.dim, torch.tensor(indices, dtype=torch.int64)) for indices in own]
+        owners = torch.tensor(self.owners, dtype=torch.int64)
+        return [x.index_select(self.dim, (owners == rank).nonzero().flatten()) for rank in range(world)]
 
 
 @dataclass(frozen=True)
