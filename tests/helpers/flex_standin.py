@@ -84,12 +84,13 @@ def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return the booleans [B, H, rows, columns] of a table; check that its rows are in order."""
     assert counts.dtype == indices.dtype == torch.int32 and counts.shape == indices.shape[:-1]
     assert counts.is_contiguous() and indices.is_contiguous()
-    dense = torch.zeros(*counts.shape, columns, dtype=torch.bool)
-    for place in torch.cartesian_prod(*[torch.arange(n) for n in counts.shape]).tolist():
-        row = indices[tuple(place)][: counts[tuple(place)]].tolist()
-        assert row == sorted(set(row))
-        dense[tuple(place)][row] = True
-    return dense
+    rows, lengths = indices.flatten(0, -2).tolist(), counts.flatten().tolist()
+    dense = torch.zeros(len(rows), columns, dtype=torch.bool)
+    for place, (entries, length) in enumerate(zip(rows, lengths, strict=True)):
+        row = entries[:length]
+        assert len(row) == length and row == sorted(set(row))
+        dense[place, row] = True
+    return dense.view(*counts.shape, columns)
 
 
 @contextmanager
