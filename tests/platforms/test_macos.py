@@ -40,8 +40,8 @@ assert found.name == "torch", found
 assert dict(found.rejected) == {
     "shm": "shared memory needs Linux (memfd, futex)",
     "tcp": "rank 0: connections between ranks need Linux",
-    "push": "memory of several GPUs needs Linux",
-    "nccl": "NCCL needs Linux",
+    "push": "for cuda tensors alone",
+    "nccl": "for cuda tensors alone",
 }, found
 assert spar.memory_stats()["arena.cap_bytes"] == 0
 spar.empty_cache()
