@@ -25,7 +25,7 @@ from torch import Tensor
 import spar
 
 LIMIT_S = 60  # of an exchange
-TOLERANCE = 1e-4  # of the largest element; one of torch's kernels on GPUs sums in another order for each size
+TOLERANCE = 1e-4  # of a tensor's largest element; kernels of GPUs sum in an order that depends on the size
 TOKENS = 301
 OF_VIEWS = ("Llama", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Bloom", "mamba2", "qwen3_next", "bamba")
 OF_SHARDS = ("Llama", "Mistral", "Qwen3Moe", "GptOss", "qwen3_next", "bamba", "falcon_h1", "nemotron_h")

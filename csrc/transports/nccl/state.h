@@ -29,7 +29,7 @@ typedef struct {
     spar_failure result;
 } spar_nccl_state;
 
-/* Whether the device is "cuda", and no rank has a reason against it in its field at `why_not`; else why. */
+/* Whether no rank has a reason against it in its field at `why_not`; else why. */
 int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
                      size_t size);
 
