@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._checks import check_int
 from ._control.state import Place
+from ._group.group import MOST_EXCHANGES
 from ._group.registry import group_of
 from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
@@ -26,7 +27,6 @@ _NAME = "testing.compare"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
 _TOGETHER = 1 << 20  # elements of gradients from which an exchange takes no further one
 _ALIKE = 1e-3  # the relative error from which a gradient is wrong, and up to which it is a factor
-_MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def compare(
     real = process_group(group, _NAME)
     state = group_of(real)
     place = state.place
-    with state.call(_NAME, _MOST_EXCHANGES):
+    with state.call(_NAME, MOST_EXCHANGES):
         check_int(f"{_NAME} on rank {place.rank} of {place.world}", "seed", seed)
         if reduce not in ("sum", "mean", None):
             raise _error(place, "reduce", repr(reduce), '"sum", "mean" or None')

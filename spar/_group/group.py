@@ -28,6 +28,7 @@ from .log import failed, logged
 from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
+MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 _MOST_REMEMBERED = 256  # keys of exchanges
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._C import call_key
 from .._exchange.arguments import ranks_of
-from .._group.group import Call
+from .._group.group import MOST_EXCHANGES, Call
 from .._group.registry import place_of
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
@@ -26,7 +26,7 @@ from .caches import follow
 from .experts import are_experts, run_experts
 from .images import shard_rows
 from .inputs import check_equal
-from .outside import MOST_EXCHANGES, again, intercepted
+from .outside import again, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
 from .view import Around, View, current_view, without_view

@@ -19,23 +19,22 @@ import torch.utils.checkpoint as checkpoints
 
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
-from .._group.group import Call
+from .._group.group import MOST_EXCHANGES, Call
 from .eager import attending
 from .flex import intercepting
+from .gradients import average_gradients, gathered
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import View, current_view, without_view
 
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
-# Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
-# a dict.
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
+# Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
+# a dict.
 _RECOMPUTED = "_checkpoint_without_reentrant_generator"
 _RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
-
-MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 _lock = threading.Lock()
 _entered = 0  # views, in all threads
@@ -105,11 +104,15 @@ def _apply(own: Any) -> Callable[..., Any]:
             return call(cls, *args, **kwargs)
         if not _has_parts(args, kwargs):  # it may run blocks, which backward runs again, outside of the view
             with without_view():
-                return call(cls, *args, **kwargs)
+                return average_gradients(view.parts, call(cls, *args, **kwargs))
         if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT:
             with without_view():
                 return mark(call(cls, *args, **kwargs), part_of(args[0]))
-        return view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
+        with without_view():
+            args, kwargs = gathered((args, kwargs))
+        return average_gradients(
+            view.parts, view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
+        )
 
     return apply
 

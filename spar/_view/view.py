@@ -18,6 +18,7 @@ from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
 from .bodies import body_of
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
+from .gradients import register_hook
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
@@ -122,6 +123,8 @@ class View(Mode, TorchFunctionMode):
         is_drawn = function.may_draw and draws(FunctionCall(self.parts, function.name, func, args, kwargs))
         if is_drawn:
             self._compare_generators()
+        if func is Tensor.register_hook:
+            return register_hook(self.parts, *args, **kwargs)
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)

@@ -12,7 +12,7 @@ import torch
 
 from .._control.agreement import is_reported
 from .._exchange.arguments import ranks_of
-from .._group.group import Call
+from .._group.group import MOST_EXCHANGES, Call
 from .._view.images import has_convolutions
 from .._view.inputs import check_equal
 from .._view.model import check_module, is_sharded, sharded, unsharded
@@ -30,7 +30,6 @@ _WHERE = "diffusers.enable"
 _STATE = "_spar_sharded"  # the attribute of a model that is enabled
 _PROCESSOR = "processor"  # the attribute of an attention module
 _ABSENT = object()  # the value of an attribute that an object lacks
-_MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
 
 def enable(
@@ -281,7 +280,7 @@ class _Sharded:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks."""
-        with Call(ranks_of(self.group, ""), "a sharded model's forward", _MOST_EXCHANGES) as call:
+        with Call(ranks_of(self.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 return self._run(args, kwargs)
             except BaseException:

@@ -15,7 +15,7 @@ from ..part import whole_shape
     "get_dtype get_device get_ndim dim ndimension get_requires_grad get_grad_fn get_layout get_is_* "
     "get_names get_itemsize get_output_nr get__version get__backward_hooks "
     "is_floating_point is_complex is_tensor is_contiguous is_conj is_neg is_inference element_size "
-    "requires_grad_ set_requires_grad register_hook __hash__ stride can_cast result_type "
+    "requires_grad_ set_requires_grad __hash__ stride can_cast result_type "
     "new_zeros new_ones new_full new_empty new_tensor",
     uneven=True,
 )
