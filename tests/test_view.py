@@ -143,6 +143,7 @@ def check_refusals(rank: int, world: int, group: Group) -> None:
             "call the method of the tensor",
         ),
         "init whole": (lambda view, x: torch.nn.init.constant_(x, 1), "call the method of the tensor"),
+        "parameter": (lambda view, x: torch.nn.Parameter(x), "nn.Parameter at .* use the activation itself"),
         "several": (lambda view, x: torch._foreach_add_([x, x * 2], 1), "changes several tensors"),
     }
     for name, (function, message) in refused.items():

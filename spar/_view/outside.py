@@ -53,6 +53,8 @@ def intercepted(view: View) -> Iterator[None]:
                 "apply",
                 classmethod(_apply(torch.autograd.Function.__dict__["apply"])),
             )
+            own = torch.nn.Parameter.__dict__["__new__"].__func__
+            _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
@@ -126,6 +128,20 @@ def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
         return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
 
     return call
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is not None and part_of(data) is not None:
+            raise view.error(
+                "nn.Parameter", "would be of this rank's part", "use the activation itself, or its clone()"
+            )
+        return own(cls, data, *args, **kwargs)
+
+    return new
 
 
 def _has_parts(args: Any, kwargs: Any) -> bool:
