@@ -14,7 +14,7 @@ _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose
 permute expand squeeze unsqueeze diagonal movedim moveaxis swapaxes swapdims unfold t get_T get_mT get_H
 adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel expand_as broadcast_to
-get_data detach alias get_real get_imag real imag view_as_real view_as_complex
+get_data detach alias slice get_real get_imag real imag view_as_real view_as_complex
 """
 _VIEWS = frozenset(_VIEWS_NAMES.split())
 _MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too

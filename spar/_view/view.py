@@ -21,6 +21,7 @@ from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, t
 from .gradients import register_hook
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
+from .operators import is_operator, name_of, run_whole, written
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
@@ -42,6 +43,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 class _Function(NamedTuple):
     name: str
+    is_operator: bool
     is_inplace: bool
     may_draw: bool
 
@@ -110,6 +112,8 @@ class View(Mode, TorchFunctionMode):
         key: of the call; None where no key can tell it from others. sharded: whether an argument is a part.
         """
         function = self._functions.get(func) or self._function(func)
+        if function.is_operator:
+            return self._operator(function.name, func, args, kwargs)
         if function.is_inplace or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
         if func in _GRADIENTS and self._aliases.any_slice:
@@ -212,10 +216,8 @@ class View(Mode, TorchFunctionMode):
         self._is_watching = self._recording or self._aliases.any_stale
 
     def _function(self, func: Any) -> _Function:
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
-            name = f"{name[2:5]}_{func.__self__.__name__}"
-        made = self._functions[func] = _Function(name, is_inplace(name), may_draw(name))
+        name = name_of(func)
+        made = self._functions[func] = _Function(name, is_operator(func), is_inplace(name), may_draw(name))
         return made
 
     def _planned(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
@@ -268,12 +270,8 @@ class View(Mode, TorchFunctionMode):
         if body is not None:
             with self:
                 return body(*args, **kwargs)
-        if self.strict and self.blocks:
-            raise self.error(
-                name, "has no rule for these arguments, and would run whole", "pass strict=False"
-            )
+        self._note_whole(name, "has no rule for these arguments")
         if self.recording:
-            self.report.ran_whole(name, self.blocks > 0)
             self.report.count(name, args, kwargs, self.blocks > 0)
         if kwargs.get("inplace"):
             raise self.error(name, "changes a sharded tensor in place, whole", "pass inplace=False")
@@ -283,6 +281,12 @@ class View(Mode, TorchFunctionMode):
         if is_view(name, args) and isinstance(args[0], Tensor):
             self._aliases.add_copies(tensors_in(out), args[0])
         return out
+
+    def _note_whole(self, name: str, why: str) -> None:
+        if self.strict and self.blocks:
+            raise self.error(name, f"{why}, and would run whole", "pass strict=False")
+        if self.recording:
+            self.report.ran_whole(name, self.blocks > 0)
 
     def _evened(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function on even parts in the place of uneven ones; fewer tokens than ranks become whole."""
@@ -322,12 +326,21 @@ class View(Mode, TorchFunctionMode):
         target.copy_(self.parts.shard(whole, part))
         return None if function.name == "__setitem__" else target
 
+    def _operator(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of another library whole."""
+        given, changes = tensors_in(args, kwargs), written(func, args, kwargs)
+        for x in given:
+            self.check_stale(name, x)
+        for x in changes:
+            if self._aliases.write(x):
+                self._watch()
+        if any(part_of(x) is not None for x in given):
+            self._note_whole(name, "is of another library")
+        return run_whole(self.parts, func, changes, args, kwargs)
+
     def outside(self, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run what is no torch function on whole tensors."""
-        if self.strict and self.blocks:
-            raise self.error(name, "is no torch function, and would run whole", "pass strict=False")
-        if self.recording:
-            self.report.ran_whole(name, self.blocks > 0)
+        self._note_whole(name, "is no torch function")
         with without_view():
             return call(*self.gather(args), **self.gather(kwargs))
 
