@@ -114,6 +114,26 @@ def test_operators_are_exact(ranks: Ranks, world: int) -> None:
     ranks(world, check_operators)
 
 
+def check_replaced(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A function in the place of torch's own has its rule."""
+    own = Tensor.to
+
+    def to(*args: Any, **kwargs: Any) -> Tensor:
+        return own(*args, **kwargs)
+
+    def run(view: Any, x: Tensor) -> None:
+        x.to(torch.float32)
+        assert not view.report.functions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", to)
+        viewed(group, run)
+
+
+def test_functions_in_the_place_of_those_of_torch_have_their_rules(ranks: Ranks) -> None:
+    ranks(2, check_replaced)
+
+
 def check_strict(rank: int, world: int, group: dist.ProcessGroup) -> None:
     def run(view: Any, x: Tensor) -> None:
         view.blocks = 1

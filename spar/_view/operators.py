@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -20,9 +21,19 @@ def name_of(func: Any) -> str:
     if isinstance(func, OpOverload):  # of torch: mean.dim is mean
         func = func.overloadpacket
     name: str = getattr(func, "__name__", str(func))
-    if isinstance(func, FunctionType) and func.__module__.partition(".")[0] != "torch":
-        return f"{func.__module__}.{name}"  # of another library, which asks for modes as torch's functions do
+    if isinstance(func, FunctionType) and not _is_of_torch(func):
+        return f"{func.__module__}.{name}"
     return f"{name[2:5]}_{func.__self__.__name__}" if name in ("__get__", "__set__") else name
+
+
+def _is_of_torch(func: FunctionType) -> bool:
+    """Whether torch has the function, or one that somebody put in the place of its own.
+
+    Functions of other libraries that ask whether a mode is active come to it as torch's do.
+    """
+    owners = torch, Tensor, torch.nn.functional
+    is_in_place = any(getattr(owner, func.__name__, None) is func for owner in owners)
+    return is_in_place or func.__module__.partition(".")[0] == "torch"
 
 
 def is_operator(func: Any) -> bool:

@@ -163,6 +163,25 @@ def _resample(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     )()
 
 
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.tanh()
+
+
+def _hooked(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
+    """Change the gradient in ways that are not linear, or mix tokens."""
+    if not x.requires_grad or rng.random() < 0.3:
+        return _Bounded.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+    out, dim = x * 1, _dim(rng, x) if x.dim() else 0
+    out.register_hook(rng.choice([torch.tanh, lambda g: g.softmax(dim), lambda g: g - g.mean() / 2]))
+    return out
+
+
 STEPS: list[Step] = [
     _reshape,
     _reshape,
@@ -189,6 +208,7 @@ STEPS: list[Step] = [
     lambda rng, x, y: F.pad(x, (1, 0)),
     _convolve,
     _resample,
+    _hooked,
 ]
 
 
