@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -179,33 +180,40 @@ def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **
 def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **given: Any) -> SequenceLayout:
     """Compare packed documents with runs of each document alone: one process does not separate them.
 
-    documents: their lengths in each sample.
+    Each rank runs some of the documents alone. documents: their lengths in each sample.
     """
     batch = whole(len(documents), sum(documents[0]))
     positions = torch.stack([restarts(*lengths) for lengths in documents])
     batch["labels"] = batch["labels"].masked_fill(positions == 0, -100)
     count = int((batch["labels"] != -100).sum())
-    alone, model, expected, logits = built(make), built(make), 0.0, []
-    for row, lengths in enumerate(documents):
-        for end, length in zip(accumulate(lengths), lengths, strict=True):
-            of = slice(row, row + 1), slice(end - length, end)
-            output = alone(
-                input_ids=batch["input_ids"][of], labels=batch["labels"][of], num_items_in_batch=count
-            )
-            output.loss.backward()
-            expected += float(output.loss.detach())
-            logits.append(output.logits.detach())
+    model = built(make)
+    alone, expected = copy.deepcopy(model), torch.zeros(())
+    logits = torch.zeros(*batch["labels"].shape, llms.VOCABULARY)
+    spans = [
+        (slice(row, row + 1), slice(end - length, end))
+        for row, lengths in enumerate(documents)
+        for end, length in zip(accumulate(lengths), lengths, strict=True)
+    ]
+    for of in spans[dist.get_rank(group) :: dist.get_world_size(group)]:
+        output = alone(input_ids=batch["input_ids"][of], labels=batch["labels"][of], num_items_in_batch=count)
+        output.loss.backward()
+        expected += output.loss.detach()
+        logits[of] = output.logits.detach()
+    own_sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+    sums = torch.cat([x.flatten() for x in (expected, logits, *own_sums)])
+    dist.all_reduce(sums, group=group)
+    sizes = [1, logits.numel(), *(p.numel() for p in alone.parameters())]
+    total, every, *references = sums.split(sizes)
     part = sharding(group, **given)(model, batch | {"position_ids": positions})
     output = model(**part)
     output.loss.backward()
-    assert abs(float(total_loss(output.loss, group=group, token_group=group)) - expected) < 1e-5 * expected
-    own = part["layout"].shard(torch.cat(logits, 1).view(*batch["labels"].shape, -1), 1)
+    assert abs(float(total_loss(output.loss, group=group, token_group=group)) - total) < 1e-5 * total
+    own = part["layout"].shard(every.view_as(logits), 1)
     assert (output.logits - own).abs().max() < TOLERANCE * own.abs().max()
-    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+    for (name, q), reference in zip(model.named_parameters(), references, strict=True):
         gradient = torch.zeros_like(q) if q.grad is None else q.grad
-        found, reference = spar.all_gather(gradient[None], group).sum(0), p.grad
-        reference = torch.zeros_like(p) if reference is None else reference
-        error = (found - reference).abs().max()
+        found = spar.all_gather(gradient[None], group).sum(0)
+        error = (found - reference.view_as(q)).abs().max()
         most = limit(f"{name}.grad", given.get("scan"))
         assert error < max(1e-6, most * float(reference.abs().max())), (name, error)
     layout: SequenceLayout = part["layout"]

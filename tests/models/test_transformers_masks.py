@@ -171,7 +171,8 @@ def test_gradient_checkpointing(pool: Ranks, reentrant: bool) -> None:
 def check_compiled(rank: int, world: int, group: Group, name: str, method: str) -> None:
     """Each length has other documents, or other padding."""
     kind, config = MODELS[name]
-    model = seeded(with_sinks(maker(kind, **config)), "spar")
+    layers = len(config.get("layer_types", [name]))  # one of each kind: another would be traced as the first
+    model = seeded(with_sinks(maker(kind, **config, num_hidden_layers=layers)), "spar")
     torch._dynamo.reset()
     forward = torch.compile(model, fullgraph=True, backend="aot_eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

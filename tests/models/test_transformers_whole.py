@@ -25,6 +25,8 @@ from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
 POOL = (2, 3, 4)
+Changes = dict[str, int]
+ONE = {"num_hidden_layers": 1}
 Group = dist.ProcessGroup
 
 # ---- each type ----
@@ -294,10 +296,10 @@ def test_bfloat16(pool: Ranks, name: str) -> None:
 
 
 def check_compiled(
-    rank: int, world: int, group: Group, name: str, patterns: list[str], fullgraph: bool
+    rank: int, world: int, group: Group, name: str, patterns: list[str], changes: Changes, fullgraph: bool
 ) -> None:
-    """Rank 0 compiles, so that only one process does."""
-    model = seeded(maker(name), "eager" if name == "rwkv" else "spar")
+    """Rank 0 compiles, so that only one process does; a second layer would be traced as the first."""
+    model = seeded(maker(name, **changes), "spar")
     torch._dynamo.reset()
     forward = torch.compile(model, backend="aot_eager", fullgraph=fullgraph) if rank == 0 else model
     for total in (29, 37):
@@ -315,15 +317,17 @@ def check_compiled(
 
 
 @pytest.mark.parametrize(
-    ("name", "patterns", "fullgraph"),
+    ("name", "patterns", "changes", "fullgraph"),
     [
-        ("nemotron", TYPES["nemotron"][2], True),
-        ("all", ["model.layers.1"], True),
-        ("deepseek_v32", TYPES["deepseek_v32"][2], False),
+        ("nemotron", TYPES["nemotron"][2], ONE, True),
+        ("all", ["model.layers.1"], {}, True),
+        ("deepseek_v32", TYPES["deepseek_v32"][2], ONE | {"first_k_dense_replace": 0}, False),
     ],
 )
-def test_compiled_models(pool: Ranks, name: str, patterns: list[str], fullgraph: bool) -> None:
-    pool(2, check_compiled, name, patterns, fullgraph, timeout=280)
+def test_compiled_models(
+    pool: Ranks, name: str, patterns: list[str], changes: Changes, fullgraph: bool
+) -> None:
+    pool(2, check_compiled, name, patterns, changes, fullgraph, timeout=280)
 
 
 # ---- what moves ----
