@@ -25,6 +25,7 @@ _MODELS = ("wan", "flux", "sd3", "chronoedit", "flux2", "ltx", "qwenimage")
 _MODELS += ("hunyuan_video",)
 PRELOAD = [f"diffusers.models.transformers.transformer_{name}" for name in _MODELS]
 PRELOAD += ["diffusers.models.transformers.cogvideox_transformer_3d"]
+PRELOAD += ["torch._dynamo.backends.debugging", "torch._inductor.ir"]  # for flex attention
 
 
 def wan(**config: Any) -> nn.Module:

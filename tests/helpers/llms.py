@@ -19,6 +19,7 @@ from spar.testing import Report, compare
 
 Group = dist.ProcessGroup
 PRELOAD = ["transformers.models.llama.modeling_llama", "spar.testing", "spar.integrations.transformers"]
+PRELOAD += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch._inductor.debug"]
 VOCABULARY, TOLERANCE, ROWS = 53, 1e-5, 4
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL: dict[str, Any] = {
