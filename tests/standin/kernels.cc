@@ -78,10 +78,10 @@ static unsigned load_acquire(const unsigned *from)
 {
     static thread_local const unsigned *last;
     static thread_local unsigned by, polls;
-    const timespec pause = {0, 20000};
     polls = from == last && threadIdx.x == by ? polls + 1 : 0;
     last = from;
     by = threadIdx.x;
+    const timespec pause = {0, polls < 40 ? 20000l << polls / 8 : 1000000l};
     if (polls > 4)
         nanosleep(&pause, nullptr);
     else if (polls > 0)

@@ -241,7 +241,7 @@ static int StreamDestroy(stream *s)
     MAY_CONFLICT(unsafe());
     pthread_mutex_lock(&lock);
     s->ends = 1;
-    pthread_cond_broadcast(&moved);
+    pthread_cond_signal(&s->given);
     pthread_mutex_unlock(&lock);
     return 0;
 }

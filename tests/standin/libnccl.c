@@ -130,9 +130,12 @@ static int is_aborted(const struct ncclComm *comm)
 
 static void await_ranks(const struct ncclComm *comm)
 {
-    while (__atomic_load_n(&comm->shared->attached, __ATOMIC_ACQUIRE) < (uint32_t)comm->world &&
-           !is_aborted(comm))
-        pause_shortly();
+    uint32_t world = (uint32_t)comm->world;
+    for (int polls = 0; __atomic_load_n(&comm->shared->attached, __ATOMIC_ACQUIRE) < world; polls++) {
+        if (is_aborted(comm))
+            break;
+        pause_shortly(polls);
+    }
 }
 
 static void *init_later(void *context)
@@ -342,9 +345,10 @@ EXPORT spar_nccl_result ncclAllGather(const void *from, void *to, size_t count, 
 static void stop(struct ncclComm *comm)
 {
     __atomic_store_n(&comm->aborted, 1, __ATOMIC_RELEASE);
-    while (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE) ||
-           __atomic_load_n(&comm->pending, __ATOMIC_ACQUIRE))
-        pause_shortly();
+    for (int polls = 0; __atomic_load_n(&comm->running, __ATOMIC_ACQUIRE) ||
+                        __atomic_load_n(&comm->pending, __ATOMIC_ACQUIRE);
+         polls++)
+        pause_shortly(polls);
 }
 
 EXPORT spar_nccl_result ncclCommRevoke(struct ncclComm *comm, int flags)
@@ -359,12 +363,13 @@ EXPORT spar_nccl_result ncclCommRevoke(struct ncclComm *comm, int flags)
 
 EXPORT spar_nccl_result ncclCommAbort(struct ncclComm *comm)
 {
+    int polls = 0;
     void (*in_use)(void);
     void *address = cuda("standin_in_use");
     use(comm, "ncclCommAbort");
     if (!__atomic_load_n(&comm->revoked, __ATOMIC_ACQUIRE))
         for (stop(comm); __atomic_load_n(&comm->captured, __ATOMIC_ACQUIRE);)
-            pause_shortly();
+            pause_shortly(polls++);
     else if (__atomic_load_n(&comm->running, __ATOMIC_ACQUIRE))
         crash("ncclCommAbort", "frees a revoked communicator whose kernels run");
     delay("STANDIN_NCCL_ABORT_MS");

@@ -35,9 +35,9 @@ void use(const struct ncclComm *comm, const char *function)
         crash(function, "uses a communicator that was aborted");
 }
 
-void pause_shortly(void)
+void pause_shortly(int polls)
 {
-    const struct timespec moment = {0, 20000};
+    const struct timespec moment = {0, polls < 40 ? 20000L << polls / 8 : 1000000L};
     nanosleep(&moment, NULL);
 }
 
@@ -119,15 +119,15 @@ static void run_group(void *context)
         for (int i = 0; i < g->count; i++)
             g->operations[i].head = g->operations[i].at = 0;
     }
-    while (__atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn) {
+    for (int polls = 0; __atomic_load_n(&c->over, __ATOMIC_ACQUIRE) != g->turn; polls++) {
         use(c, "a kernel");
-        pause_shortly();
+        pause_shortly(polls);
     }
     if (g->mode == 'r') {
         snprintf(last_error, sizeof last_error, "the stand-in's remote error");
         error = REMOTE_ERROR;
     }
-    for (int left = g->count; left > 0 && !__atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE);) {
+    for (int left = g->count, polls = 0; left > 0 && !__atomic_load_n(&c->aborted, __ATOMIC_ACQUIRE);) {
         char busy[2][MOST_RANKS] = {{0}};
         int moved = 0;
         use(c, "a kernel");
@@ -145,8 +145,9 @@ static void run_group(void *context)
         if (error) /* the kernel runs until it is aborted */
             __atomic_store_n(&c->error, error, __ATOMIC_RELEASE);
         left += error || g->mode == 's';
-        if (left && !moved)
-            pause_shortly();
+        polls = moved ? 0 : polls + 1;
+        if (left && polls)
+            pause_shortly(polls);
     }
     __atomic_store_n(&c->over, g->turn + 1, __ATOMIC_RELEASE);
     __atomic_sub_fetch(&c->running, 1, __ATOMIC_RELEASE);

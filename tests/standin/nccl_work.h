@@ -50,7 +50,8 @@ void crash(const char *function, const char *what);
 /* Ends the process if the communicator was freed. */
 void use(const struct ncclComm *comm, const char *function);
 
-void pause_shortly(void);
+/* Sleeps, after each of the polls in a row for longer, up to a millisecond: the ranks share few cores. */
+void pause_shortly(int polls);
 
 /* Returns a function of the stand-in libcuda. */
 void *cuda(const char *name);

@@ -177,7 +177,7 @@ static void *serve(void *argument)
     pthread_mutex_lock(&lock);
     for (;;) {
         while (!s->first && !s->ends)
-            pthread_cond_wait(&moved, &lock);
+            pthread_cond_wait(&s->given, &lock);
         work *w = s->first;
         if (!w)
             break;
@@ -185,7 +185,8 @@ static void *serve(void *argument)
             s->last = &s->first;
         s->busy = 1;
         s->length--;
-        pthread_cond_broadcast(&moved);
+        if (blocked)
+            pthread_cond_broadcast(&moved);
         pthread_mutex_unlock(&lock);
         if (delay)
             usleep((unsigned)rand_r(&seed) % delay);
@@ -199,6 +200,7 @@ static void *serve(void *argument)
     while (*link != s)
         link = &(*link)->next;
     *link = s->next;
+    pthread_cond_destroy(&s->given);
     free(s);
     count(-1);
     pthread_mutex_unlock(&lock);
@@ -208,6 +210,7 @@ static void *serve(void *argument)
 stream *new_stream(void)
 {
     stream *s = calloc(1, sizeof *s);
+    pthread_cond_init(&s->given, NULL);
     s->last = &s->first;
     s->next = streams;
     streams = s;
@@ -248,7 +251,7 @@ work *append(void *handle, work w)
     s->length++;
     *s->last = kept;
     s->last = &kept->next;
-    pthread_cond_broadcast(&moved);
+    pthread_cond_signal(&s->given);
     return kept;
 }
 

@@ -53,6 +53,7 @@ typedef struct event {
 
 typedef struct stream {
     pthread_t thread;
+    pthread_cond_t given; /* signalled when work is enqueued, and when the stream ends */
     work *first, **last;
     int busy, ends, length; /* length: of its queue */
     graph *capture;
@@ -61,7 +62,7 @@ typedef struct stream {
 } stream;
 
 extern pthread_mutex_t lock;   /* protects all state */
-extern pthread_cond_t moved;   /* broadcast when work is enqueued or has ended */
+extern pthread_cond_t moved;   /* broadcast when work has ended, or a full queue has room */
 extern stream *streams;        /* all of them */
 extern int captures;           /* in progress */
 extern _Thread_local int mode; /* the thread's capture mode; 2 is relaxed */
