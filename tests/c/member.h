@@ -76,8 +76,11 @@ static inline void connect_member(member *m, const spar_tcp_endpoint *endpoints)
 
 static inline void fill(unsigned char *bytes, int64_t size, int from, int to, uint32_t call)
 {
-    for (int64_t i = 0; i < size; i++)
+    enum { PERIOD = 251 * 256 }; /* then the bytes repeat */
+    for (int64_t i = 0; i < size && i < PERIOD; i++)
         bytes[i] = (unsigned char)(i * 7 + i / 251 + from * 31 + to * 17 + call * 3);
+    for (int64_t i = PERIOD; i < size; i += PERIOD)
+        memcpy(bytes + i, bytes, (size_t)(size - i < PERIOD ? size - i : PERIOD));
 }
 
 static inline unsigned char *with_guards(int64_t size)
