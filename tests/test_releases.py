@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory i
 
 gather = spar.gather_forward_split_backward
 MAILBOXES = 64 << 10  # bytes: more than those of a few groups
+ITEMS = 1 << 20  # of a tensor of 4 MiB, which each arena holds beside the mailboxes
 
 
 def arenas() -> int:
@@ -46,7 +47,7 @@ def end(how: str) -> None:
 def lose_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> None:
     """The last rank dies before a call of its peers, which then close one after the other."""
     pair = dist.new_group(list(range(world)))
-    kept = [gather(torch.full((4 << 20,), float(rank)), group, 0) for group in (None, pair)]
+    kept = [gather(torch.full((ITEMS,), float(rank)), group, 0) for group in (None, pair)]
     if not keeps:
         kept.clear()
     death = open_death_event(world - 1, world)
@@ -55,7 +56,7 @@ def lose_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
     for group in (None, pair):
         with pytest.raises(spar.PeerLostError):
-            gather(torch.zeros(4 << 20), group, 0)
+            gather(torch.zeros(ITEMS), group, 0)
     assert arenas() == world
     assert death.poll(30_000)
     report(folder, world + rank, "lost")
@@ -73,7 +74,7 @@ def lose_rank(rank: int, folder: Path, world: int, how: str, keeps: bool) -> Non
     assert stats["arena.quarantined_bytes"] <= (0 if last else MAILBOXES), stats
     if keeps:
         for y in kept:
-            assert y[:: 4 << 20].tolist() == list(range(world))
+            assert y[::ITEMS].tolist() == list(range(world))
     else:
         assert stats["arena.allocated_bytes"] == 0
     report(folder, rank, "closed")
