@@ -33,7 +33,7 @@ def _is_of_torch(func: FunctionType) -> bool:
     """
     owners = torch, Tensor, torch.nn.functional
     is_in_place = any(getattr(owner, func.__name__, None) is func for owner in owners)
-    return is_in_place or func.__module__.partition(".")[0] == "torch"
+    return is_in_place or str(func.__module__).partition(".")[0] == "torch"
 
 
 def is_operator(func: Any) -> bool:
