@@ -51,7 +51,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own(gradient, ctx.part), None
+        return _of_part(gradient, ctx.part), None
 
 
 def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
@@ -63,17 +63,17 @@ def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
         with Call(ranks_of(parts.group, ""), "a hook of a gradient", MOST_EXCHANGES, gradient.device.type):
             whole = _mean(parts, gradient) if part is None else _whole(gradient, part)
             version = whole._version
-            found = hook(whole)
-            if found is None and whole._version != version:  # the hook changed it in place
-                found = whole
-            if found is None or part is None:
-                return found
-            if found.shape != whole.shape:
+            result = hook(whole)
+            if result is None and whole._version != version:  # the hook changed it in place
+                result = whole
+            if result is None or part is None:
+                return result
+            if result.shape != whole.shape:
                 raise RuntimeError(
                     f"a hook of a gradient on rank {parts.rank} of {parts.world} returned a tensor of shape "
-                    f"{list(found.shape)}; expected {list(whole.shape)}, that of the gradient"
+                    f"{list(result.shape)}; expected {list(whole.shape)}, that of the gradient"
                 )
-            return _own(found, part)
+            return _of_part(result, part)
 
     return x.register_hook(of_whole)
 
@@ -90,6 +90,6 @@ def _whole(gradient: Tensor, part: Part) -> Tensor:
     return part.parts.gather(mark(gradient.view_as(gradient), part)) / part.parts.world
 
 
-def _own(whole: Tensor, part: Part) -> Tensor:
-    """Return the gradient of this rank's part by that of the whole tensor."""
+def _of_part(whole: Tensor, part: Part) -> Tensor:
+    """Return the gradient of this rank's part, by that of the whole tensor."""
     return part.parts.shard(whole, part) * part.parts.world

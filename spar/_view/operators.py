@@ -44,14 +44,18 @@ def is_operator(func: Any) -> bool:
 
 def written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator changes in place, as its schemas say."""
-    packet = _packet(func)
-    found: list[Tensor] = []
-    for overload in packet.overloads():
-        for i, argument in enumerate(getattr(packet, overload)._schema.arguments):
+    tensors: list[Tensor] = []
+    for schema in _schemas(func):
+        for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-                found += [x for x in tensors_in(given) if not any(x is known for known in found)]
-    return found
+                tensors += [x for x in tensors_in(given) if not any(x is known for known in tensors)]
+    return tensors
+
+
+def shares_memory(func: Any) -> bool:
+    """Whether an operator's results may be views of its arguments."""
+    return any(result.alias_info is not None for schema in _schemas(func) for result in schema.returns)
 
 
 def run_whole(parts: Parts, func: Any, changes: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -65,6 +69,11 @@ def run_whole(parts: Parts, func: Any, changes: list[Tensor], args: Any, kwargs:
             x.copy_(parts.shard(wholes[id(x)], part))
             changed_parts[id(wholes[id(x)])] = x
     return average_gradients(parts, changed(lambda x: changed_parts.get(id(x), x), out))
+
+
+def _schemas(func: Any) -> list[Any]:
+    packet = _packet(func)
+    return [getattr(packet, overload)._schema for overload in packet.overloads()]
 
 
 def _packet(func: Any) -> OpOverloadPacket:

@@ -21,7 +21,7 @@ from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, t
 from .gradients import register_hook
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
-from .operators import is_operator, name_of, run_whole, written
+from .operators import is_operator, name_of, run_whole, shares_memory, written
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
@@ -334,9 +334,13 @@ class View(Mode, TorchFunctionMode):
         for x in changes:
             if self._aliases.write(x):
                 self._watch()
-        if any(part_of(x) is not None for x in given):
+        parts = [x for x in given if part_of(x) is not None]
+        if parts:
             self._note_whole(name, "is of another library")
-        return run_whole(self.parts, func, changes, args, kwargs)
+        out = run_whole(self.parts, func, changes, args, kwargs)
+        for x in parts if shares_memory(func) else ():
+            self._aliases.add_copies([y for y in tensors_in(out) if y is not x], x)
+        return out
 
     def outside(self, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run what is no torch function on whole tensors."""
