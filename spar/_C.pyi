@@ -153,7 +153,6 @@ def use_view(
     size: type,
     values: tuple[type, ...],
     has_part: Callable[[Any], bool],
-    takes_input_first: Callable[[Any], bool],
     level: Callable[[], int | None],
     getattr: Any,
     shard: str,

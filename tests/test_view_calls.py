@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
@@ -194,15 +193,6 @@ def test_several_results_are_marked() -> None:
     assert [y._spar_shard for y in out] == ["a", None, "c"]
     ((rest, base, finished),) = calls.finished
     assert rest == "rest" and base is x and finished is out
-
-
-def test_the_input_may_be_named() -> None:
-    x = part()
-    calls = known(F.softmax, (x,), {"dim": -1}, result="found")
-    out = calls.__torch_function__(F.softmax, (), (), {"dim": -1, "input": x})
-    assert out._spar_shard == "found" and not calls.called
-    calls.__torch_function__(torch.where, (), (), {"condition": x > 0, "input": x, "other": x})
-    assert calls.called[0][2] == () and list(calls.called[0][3]) == ["condition", "input", "other"]
 
 
 def test_functions_of_whole_tensors_run_as_they_are() -> None:

@@ -7,25 +7,25 @@
 
 static spar_view_uses uses_of_view;
 
-const char spar_py_use_view_doc[] = PyDoc_STR(
-    "use_view(Tensor, Parameter, Size, values, has_part, takes_input_first, level, getattr, shard,\n"
-    "         has_mode, pop_mode, push_mode, handle)\n\n"
-    "What spar._C.Mode uses: csrc/python/view.h.");
+const char spar_py_use_view_doc[] =
+    PyDoc_STR("use_view(Tensor, Parameter, Size, values, has_part, level, getattr, shard,\n"
+              "         has_mode, pop_mode, push_mode, handle)\n\n"
+              "What spar._C.Mode uses: csrc/python/view.h.");
 
 PyObject *spar_py_use_view(PyObject *Py_UNUSED(module), PyObject *args)
 {
     spar_view_uses uses = {0};
-    if (!PyArg_ParseTuple(args, "OOOO!OOOOUOOOO", &uses.tensor, &uses.parameter, &uses.size, &PyTuple_Type,
-                          &uses.values, &uses.has_part, &uses.takes_input_first, &uses.level, &uses.getattr,
-                          &uses.shard, &uses.has_mode, &uses.pop_mode, &uses.push_mode, &uses.handle))
+    if (!PyArg_ParseTuple(args, "OOOO!OOOUOOOO", &uses.tensor, &uses.parameter, &uses.size, &PyTuple_Type,
+                          &uses.values, &uses.has_part, &uses.level, &uses.getattr, &uses.shard,
+                          &uses.has_mode, &uses.pop_mode, &uses.push_mode, &uses.handle))
         return NULL;
     const struct {
         PyObject **at;
         const char *text;
     } texts[] = {
-        {&uses.shape, "shape"},    {&uses.start, "start"}, {&uses.stop, "stop"},      {&uses.step, "step"},
-        {&uses.input, "input"},    {&uses.call, "_call"},  {&uses.finish, "_finish"}, {&uses.is_true, "true"},
-        {&uses.is_false, "false"}, {&uses.is_zero, "0.0"},
+        {&uses.shape, "shape"},  {&uses.start, "start"},    {&uses.stop, "stop"},
+        {&uses.step, "step"},    {&uses.call, "_call"},     {&uses.finish, "_finish"},
+        {&uses.is_true, "true"}, {&uses.is_false, "false"}, {&uses.is_zero, "0.0"},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].at = PyUnicode_InternFromString(texts[i].text)))

@@ -123,28 +123,6 @@ static PyObject *run_known(PyObject *self, const spar_view_uses *uses, PyObject 
 
 /* ---- a call ---- */
 
-/* Rules read the input by its position: puts it there if all arguments, which are owned, have names. */
-static int place_input(const spar_view_uses *uses, PyObject *func, PyObject **args, PyObject **kwargs)
-{
-    if (!*kwargs || PyTuple_Size(*args))
-        return 0;
-    PyObject *input = PyDict_GetItemWithError(*kwargs, uses->input);
-    if (!input)
-        return PyErr_Occurred() ? -1 : 0;
-    PyObject *first = PyObject_CallFunctionObjArgs(uses->takes_input_first, func, NULL);
-    int is_first = first ? PyObject_IsTrue(first) : -1;
-    Py_XDECREF(first);
-    if (is_first <= 0)
-        return is_first;
-    PyObject *rest = PyDict_Copy(*kwargs);
-    if (!rest || set_item(args, 0, input) < 0 || PyDict_DelItem(rest, uses->input) < 0) {
-        Py_XDECREF(rest);
-        return -1;
-    }
-    set_to(kwargs, rest);
-    return 0;
-}
-
 /* Whether a transform of torch.func is active, in which parts are not known as such; -1 and an exception. */
 static int is_transformed(const spar_view_uses *uses)
 {
@@ -194,8 +172,7 @@ static PyObject *mode_torch_function(PyObject *self, PyObject *const *given, Py_
     PyObject *args = count > ARGS ? Py_NewRef(given[ARGS]) : PyTuple_New(0);
     PyObject *kwargs = has_kwargs ? Py_NewRef(given[KWARGS]) : NULL;
     spar_call_key key = {NULL, 0};
-    if (args && place_input(uses, func, &args, &kwargs) == 0 &&
-        spar_py_call_key(uses, func, args, kwargs, &key) == 0) {
+    if (args && spar_py_call_key(uses, func, args, kwargs, &key) == 0) {
         PyObject *known = find((mode_object *)self, uses, func, &key);
         if (known && known != Py_None)
             out = run_known(self, uses, known, &args, &kwargs);

@@ -11,7 +11,6 @@ typedef struct {
     PyObject *tensor, *parameter, *size; /* types */
     PyObject *values;                    /* a tuple of types whose objects are in keys as they are */
     PyObject *has_part;                  /* has_part(x) -> whether an object of another type holds a part */
-    PyObject *takes_input_first;         /* takes_input_first(func), of a call by keywords alone */
     PyObject *level;                     /* level() -> the level of torch.func's transforms, or None */
     PyObject *getattr;                   /* the builtin, which finds no attribute without an exception */
     PyObject *shard;                     /* the name of a part's attribute */
@@ -19,7 +18,7 @@ typedef struct {
     PyObject *pop_mode, *push_mode;      /* the innermost mode off torch's stack, and onto it */
     PyObject *handle;                    /* torch.overrides.handle_torch_function */
     /* Strings: */
-    PyObject *shape, *start, *stop, *step, *input, *call, *finish, *is_true, *is_false, *is_zero;
+    PyObject *shape, *start, *stop, *step, *call, *finish, *is_true, *is_false, *is_zero;
 } spar_view_uses;
 
 /* NULL and an exception before spar_py_use_view. */

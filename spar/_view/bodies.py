@@ -9,6 +9,11 @@ from typing import Any
 _bodies: dict[Any, Any] = {}
 
 
+def has_body(func: Any) -> bool:
+    """Whether `body_of` returns one."""
+    return isinstance(func, types.FunctionType) and func.__globals__.get("__name__") == "torch.nn.functional"
+
+
 def body_of(func: Any) -> Any:
     """Return a function of torch that is written in Python, such that it runs by the rules of what it calls.
 
@@ -17,8 +22,8 @@ def body_of(func: Any) -> Any:
     if func in _bodies:
         return _bodies[func]
     body = None
-    scope = getattr(func, "__globals__", {})
-    if isinstance(func, types.FunctionType) and scope.get("__name__") == "torch.nn.functional":
+    if has_body(func):
+        scope = func.__globals__
         asks = {name: _never for name in scope if name.startswith("has_torch_function")}
         body = types.FunctionType(
             func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__

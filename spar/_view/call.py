@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .functions import function_of
 from .part import Part, Parts, Shard, changed, is_uneven, part_of, tensors_in, whole_shape
 
 
@@ -48,15 +47,24 @@ class Step:
         self.may_copy = False  # whether a result may share memory, and would not if nothing was sharded
         self.writes = False  # whether it changes its first argument
 
-    def find_result(self, out: Any) -> Shard | list[Shard | None] | None:
+    def find_result(self, name: str, out: Any) -> Shard | list[Shard | None] | None:
         """Return what the results are by those of the first run."""
         part = self.plan and self.plan.part
         if part is None:
             return None
         if isinstance(part, Part) and isinstance(out, Tensor):
-            return part.shard(out.shape)
+            return _shard_of(name, part, out)
         parts = part if isinstance(part, tuple) else (part,) * len(out)
-        return [None if p is None else p.shard(x.shape) for x, p in zip(out, parts, strict=True)]
+        return [None if p is None else _shard_of(name, p, x) for x, p in zip(out, parts, strict=True)]
+
+
+def _shard_of(name: str, part: Part, x: Tensor) -> Shard:
+    if part.dim >= x.dim() or x.size(part.dim) != part.local:
+        raise RuntimeError(
+            f"{name}: the rule says {part}, {part.local} of which are on this rank, for a result of shape "
+            f"{list(x.shape)} there; this is a fault of spar, please report it"
+        )
+    return part.shard(x.shape)
 
 
 class FunctionCall:
@@ -66,10 +74,13 @@ class FunctionCall:
         self.parts, self.name, self.function = parts, name, function
         self.args, self.kwargs = args, kwargs
         self.tensors = tensors_in(args, kwargs)
-        self.is_inplace = is_inplace(name)
+        known = function_of(function)
+        self.is_inplace, self._places = known.is_inplace, known.places
 
     def get(self, position: int, *names: str, default: Any = None) -> Any:
-        """Return an argument by its position, or by the first of its names that was passed."""
+        """Return an argument by the first of its names that the function has, or else by its position."""
+        places = self._places
+        position = next((places[name] for name in names if name in places), position)
         if position < len(self.args):
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
@@ -147,32 +158,14 @@ def moves_to(
     )
 
 
-def is_inplace(name: str) -> bool:
-    """Whether a function of torch changes its first argument, by its name."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (
-            name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
-        )
-    return name.endswith("_") and name not in ("requires_grad_", "detach_")
-
-
-_INPUT_IS_LATER = frozenset({"where", "searchsorted", "polygamma", "special_polygamma"})
-
-
-@functools.cache
-def takes_input_first(func: Any) -> bool:
-    """Whether a function that is called by keywords alone may get its input by position."""
-    try:
-        return next(iter(inspect.signature(func).parameters), None) == "input"
-    except (TypeError, ValueError):  # it is not written in Python
-        return getattr(func, "__name__", "") not in _INPUT_IS_LATER
-
-
 def verify(call: FunctionCall, plan: Plan) -> None:
     """Compare the part that a plan promises with the function's whole shapes, found without elements."""
     try:
-        meta = changed(_without_elements, (call.args, call.kwargs))
-        expected = tensors_in(call.function(*meta[0], **meta[1]))
+        with (
+            torch._C._DisableTorchDispatch()
+        ):  # the caller's dispatch modes would count or save what runs here
+            meta = changed(_without_elements, (call.args, call.kwargs))
+            expected = tensors_in(call.function(*meta[0], **meta[1]))
     except Exception:  # a function that does not run without elements
         return
     each = plan.part if isinstance(plan.part, tuple) else (plan.part,) * len(expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_tor
 from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
 from .bodies import body_of
-from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, is_inplace, rule_of, takes_input_first, verify
-from .gradients import register_hook
+from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
+from .functions import Function, function_of
+from .gradients import average_gradients, gathered, register_hook
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
-from .operators import is_operator, name_of, run_whole, shares_memory, written
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
+from .whole import Copies
 
 _MOST_STEPS = 20_000
 _AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
@@ -36,16 +37,9 @@ data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_a
 swap_tensors share_memory_ __dlpack__ _typed_storage unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_
 rename_
 """
-_MEMORY = frozenset(_MEMORY_NAMES.split())
+MEMORY = frozenset(_MEMORY_NAMES.split())
 
 Around = Callable[[], AbstractContextManager[None]]
-
-
-class _Function(NamedTuple):
-    name: str
-    is_operator: bool
-    is_inplace: bool
-    may_draw: bool
 
 
 class View(Mode, TorchFunctionMode):
@@ -64,7 +58,6 @@ class View(Mode, TorchFunctionMode):
         self.parts, self.strict, self.around = parts, strict, around
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
-        self._functions: dict[Any, _Function] = {}
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._compared = False  # whether the ranks' generators were, in this forward
         self._aliases = Aliases()
@@ -111,10 +104,13 @@ class View(Mode, TorchFunctionMode):
 
         key: of the call; None where no key can tell it from others. sharded: whether an argument is a part.
         """
-        function = self._functions.get(func) or self._function(func)
+        function, given = function_of(func), kwargs
+        if kwargs:
+            args, kwargs = function.bind(args, kwargs)
+        is_respelled = kwargs is not given
         if function.is_operator:
-            return self._operator(function.name, func, args, kwargs)
-        if function.is_inplace or self._aliases.any_stale:
+            return self._operator(function, func, args, kwargs)
+        if function.writes or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
         if func in _GRADIENTS and self._aliases.any_slice:
             raise self.error(
@@ -124,7 +120,9 @@ class View(Mode, TorchFunctionMode):
             )
         if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
             raise self.error(function.name, "is in a torch.func transform of a part", _AS_WHOLE)
-        is_drawn = function.may_draw and draws(FunctionCall(self.parts, function.name, func, args, kwargs))
+        is_drawn = may_draw(function.name) and draws(
+            FunctionCall(self.parts, function.name, func, args, kwargs)
+        )
         if is_drawn:
             self._compare_generators()
         if func is Tensor.register_hook:
@@ -132,7 +130,7 @@ class View(Mode, TorchFunctionMode):
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
-            if not (function.is_inplace or function.may_draw or func in _GRADIENTS):
+            if not (function.writes or may_draw(function.name) or func in _GRADIENTS):
                 self._remember_plain(func)
             return func(*args, **kwargs)
         step = self._step(key, function, func, args, kwargs)
@@ -147,13 +145,17 @@ class View(Mode, TorchFunctionMode):
         args, kwargs = replaced(args, kwargs, plan.replaced)
         out = step.run(*args, **kwargs)
         if step.result is None:
-            step.result = step.find_result(out)
+            step.result = step.find_result(function.name, out)
             step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
             step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
             step.writes = function.is_inplace
             if key is not None and not (plan.moves or is_drawn):
                 rest = step if step.copies or step.may_copy or step.writes else None
-                self._remember(key, step.run, plan.replaced, step.result, rest)
+                run, pairs = step.run, plan.replaced
+                if is_respelled:
+                    run, pairs = function.respelled(run, pairs), ()
+                if not (is_respelled and rest):  # which reads the first argument by its position
+                    self._remember(key, run, pairs, step.result, rest)
         mark_results(out, step.result)
         return out if step.writes else self._finish(step, base, out)
 
@@ -184,7 +186,7 @@ class View(Mode, TorchFunctionMode):
     def _step(
         self,
         key: tuple[Any, ...] | None,
-        function: _Function,
+        function: Function,
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
@@ -215,21 +217,14 @@ class View(Mode, TorchFunctionMode):
         """Note whether each call has to be looked at."""
         self._is_watching = self._recording or self._aliases.any_stale
 
-    def _function(self, func: Any) -> _Function:
-        name = name_of(func)
-        made = self._functions[func] = _Function(name, is_operator(func), is_inplace(name), may_draw(name))
-        return made
-
-    def _planned(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
+    def _planned(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
         name = function.name
-        if name in _MEMORY or (name.startswith("set_") and name != "set_requires_grad"):
+        if name in MEMORY or (name.startswith("set_") and name != "set_requires_grad"):
             raise self.error(
                 name,
                 "reads or replaces the memory or the shape of a tensor that is sharded",
                 _AS_WHOLE,
             )
-        if function.is_inplace and not args:  # torch.nn.init's, whose bodies would come here again
-            raise self.error(name, "changes a sharded tensor", "call the method of the tensor")
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
         call = FunctionCall(self.parts, name, func, args, kwargs)
@@ -262,25 +257,47 @@ class View(Mode, TorchFunctionMode):
 
     # ---- functions that run whole ----
 
-    def _whole(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = function.name
-        if any(map(is_uneven, tensors_in(args, kwargs))) and not (function.is_inplace and is_uneven(args[0])):
-            return self._evened(name, func, args, kwargs)
+    def _whole(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name, written = function.name, function.written(args, kwargs)
+        if any(map(is_uneven, tensors_in(args, kwargs))) and not any(map(is_uneven, written)):
+            return self._on_copies(self._even, written, name, self._in_view(func), args, kwargs)
         body = body_of(func)
         if body is not None:
             with self:
                 return body(*args, **kwargs)
+        if not function.is_known and rule_of(name) is None:
+            raise self.error(
+                name, "gets a sharded tensor, and torch does not say which arguments it writes", _AS_WHOLE
+            )
         self._note_whole(name, "has no rule for these arguments")
         if self.recording:
             self.report.count(name, args, kwargs, self.blocks > 0)
         if kwargs.get("inplace"):
             raise self.error(name, "changes a sharded tensor in place, whole", "pass inplace=False")
-        if function.is_inplace:
-            return self._whole_in_place(function, func, args, kwargs)
-        out = func(*self.gather(args), **self.gather(kwargs))
-        if is_view(name, args) and isinstance(args[0], Tensor):
-            self._aliases.add_copies(tensors_in(out), args[0])
+        out = self._on_copies(self.parts.gather, written, name, func, args, kwargs)
+        if name in ("numpy", "__array__"):
+            out.flags.writeable = False  # a change would not reach the part
         return out
+
+    def _on_copies(
+        self,
+        copied: Callable[[Tensor], Tensor],
+        written: list[Tensor],
+        name: str,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a function on copies of parts, and carry back what it writes."""
+        copies = Copies(self.parts, copied, written)
+        given_args, given_kwargs = changed(copies.of, (args, kwargs))
+        out = func(*given_args, **given_kwargs)
+        results = tensors_in(out)
+        if is_view(name, args) and isinstance(args[0], Tensor):
+            self._aliases.add_copies(results, args[0])
+        for sharing, x in copies.shared_with(results):
+            self._aliases.add_copies(sharing, x)
+        return copies.carry_back(out)
 
     def _note_whole(self, name: str, why: str) -> None:
         if self.strict and self.blocks:
@@ -288,14 +305,12 @@ class View(Mode, TorchFunctionMode):
         if self.recording:
             self.report.ran_whole(name, self.blocks > 0)
 
-    def _evened(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a function on even parts in the place of uneven ones; fewer tokens than ranks become whole."""
-        changed_args, changed_kwargs = changed(self._even, (args, kwargs))
-        with self:
-            out = func(*changed_args, **changed_kwargs)
-        if is_view(name, args) and isinstance(args[0], Tensor):
-            self._aliases.add_copies(tensors_in(out), args[0])
-        return out
+    def _in_view(self, func: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return run
 
     def _even(self, x: Tensor) -> Tensor:
         """Return the even part of an uneven one, which is moved once: a norm and a residual both read it."""
@@ -311,36 +326,19 @@ class View(Mode, TorchFunctionMode):
             setattr(x, _EVEN, (even, has_graph, x._version, even._version))
         return even
 
-    def _whole_in_place(self, function: _Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Change the whole, and keep this rank's part of it."""
-        target, part = args[0], part_of(args[0])
-        if not isinstance(target, Tensor):
-            raise self.error(
-                function.name, "changes several tensors, of which some are sharded", "pass one each"
-            )
-        rest = self.gather(args[1:]), self.gather(kwargs)
-        if part is None:
-            return func(target, *rest[0], **rest[1])
-        whole = self.parts.gather(target).clone()
-        func(whole, *rest[0], **rest[1])
-        target.copy_(self.parts.shard(whole, part))
-        return None if function.name == "__setitem__" else target
-
-    def _operator(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operator(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of another library whole."""
-        given, changes = tensors_in(args, kwargs), written(func, args, kwargs)
+        name = function.name
+        given, written = tensors_in(args, kwargs), function.written(args, kwargs)
         for x in given:
             self.check_stale(name, x)
-        for x in changes:
+        for x in written:
             if self._aliases.write(x):
                 self._watch()
         parts = [x for x in given if part_of(x) is not None]
         if parts:
             self._note_whole(name, "is of another library")
-        out = run_whole(self.parts, func, changes, args, kwargs)
-        for x in parts if shares_memory(func) else ():
-            self._aliases.add_copies([y for y in tensors_in(out) if y is not x], x)
-        return out
+        return average_gradients(self.parts, self._on_copies(gathered, written, name, func, args, kwargs))
 
     def outside(self, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run what is no torch function on whole tensors."""
@@ -348,13 +346,13 @@ class View(Mode, TorchFunctionMode):
         with without_view():
             return call(*self.gather(args), **self.gather(kwargs))
 
-    def _check_written(self, function: _Function, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check_written(self, function: Function, args: Any, kwargs: dict[str, Any]) -> None:
         """Follow changes in place, of what others would share the memory of."""
         for x in tensors_in(args, kwargs) if self._aliases.any_stale else ():
             self.check_stale(function.name, x)
-        target = args[0] if function.is_inplace and args else None
-        if isinstance(target, Tensor) and self._aliases.write(target):
-            self._watch()
+        for x in function.written(args, kwargs):
+            if self._aliases.write(x):
+                self._watch()
 
     def check_stale(self, name: str, x: Tensor, as_part: bool = False) -> Tensor:
         if self._aliases.is_stale(x, as_part):
@@ -436,7 +434,6 @@ use_view(
     torch.Size,
     _VALUES,
     _has_part,
-    takes_input_first,
     maybe_current_level,
     getattr,
     _SHARD,

@@ -194,11 +194,11 @@ def H(x: Tensor) -> Tensor:
 def functions() -> dict[str, Function]:
     """Return those of view_expressions.txt; one with several statements assigns its result to out."""
     lines = Path(__file__).with_name("view_expressions.txt").read_text().splitlines()
-    return {line: _compiled(line if "out =" in line else f"out = {line}") for line in lines}
+    return {line: compiled(line) for line in lines}
 
 
-def _compiled(text: str) -> Function:
-    code = compile(text, text, "exec")
+def compiled(line: str) -> Function:
+    code = compile(line if "out =" in line else f"out = {line}", line, "exec")
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor, ids: Tensor, mask: Tensor) -> Any:
         scope = {"x": x, "y": y, "w": w, "b": b, "ids": ids, "mask": mask, "torch": torch, "F": F, "H": H}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
@@ -23,6 +24,8 @@ def of_classes(call: FunctionCall) -> Plan | None:
     reduction = call.get(6, "reduction", default="mean")
     part = part_of(x) or part_of(target)
     if part is None or call.get(3, "size_average") is not None or call.get(5, "reduce") is not None:
+        return None
+    if call.function is not getattr(F, call.name):  # one in C, which takes reductions as ints
         return None
     if target.is_floating_point() or weight is not None or reduction not in ("none", "sum", "mean"):
         return None
@@ -63,7 +66,11 @@ def of_elements(call: FunctionCall) -> Plan | None:
     old = [call.kwargs.get(name) for name in ("size_average", "reduce")]
     if shape != whole_shape(target) or len(call.tensors) != 2 or any(value is not None for value in old):
         return None
-    if len(call.args) > 2 or reduction not in ("none", "sum", "mean"):
+    if (
+        call.function is not getattr(F, call.name)
+        or len(call.args) > 2
+        or reduction not in ("none", "sum", "mean")
+    ):
         return None
     part = part_of(x) or part_of(target)
     moves = moves_to(call, [(x, part), (target, part)])

@@ -16,7 +16,7 @@ from ..part import whole_shape
     "get_names get_itemsize get_output_nr get__version get__backward_hooks "
     "is_floating_point is_complex is_tensor is_contiguous is_conj is_neg is_inference element_size "
     "requires_grad_ set_requires_grad __hash__ stride can_cast result_type "
-    "new_zeros new_ones new_full new_empty new_tensor",
+    "new_zeros new_ones new_full new_empty",
     uneven=True,
 )
 def same_for_parts(call: FunctionCall) -> Plan:

@@ -13,9 +13,9 @@ from ..call import FunctionCall, Plan, rule
 from ..part import Part, part_of, whole_numel, whole_shape
 
 _CONVERSIONS = """
-to type type_as float half double bfloat16 int long short bool cpu cuda get_data detach detach_ alias clone
-contiguous zeros_like ones_like empty_like full_like get_real get_imag real imag conj resolve_conj
-resolve_neg conj_physical view_as_real view_as_complex angle
+to type type_as float half double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu mtia
+ipu get_data detach detach_ alias clone contiguous zeros_like ones_like empty_like full_like get_real
+get_imag real imag conj resolve_conj resolve_neg conj_physical view_as_real view_as_complex angle
 """
 _UNARY = """
 abs absolute __abs__ neg negative __neg__ positive __pos__ exp exp2 expm1 log log1p log2 log10 sqrt rsqrt
