@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -12,7 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
 from helpers.view_cases import PAIRS, Inputs, compare, compiled
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
+from spar import cal_split_sizes, shard_model
 from spar._view.call import rule_of
 from spar._view.functions import function_of
 from spar._view.view import MEMORY
@@ -145,3 +151,53 @@ def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_spellings_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
     ranks(world, check_lines)
+
+
+class Layers(nn.Module):
+    """Blocks, each in a checkpoint that saves some of its products."""
+
+    def __init__(self, saved: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3 if saved else 0.0), nn.Linear(6, 6))
+            for _ in range(2)
+        )
+        self.saved = saved
+
+    def forward(self, x: Tensor) -> Tensor:
+        def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_saved = self.saved is None or function in self.saved
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        for layer in self.layers:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def check_modes(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The view's own checks, in the first forward and at each new length, are not seen by dispatch modes."""
+    for saved in ((torch.ops.aten.addmm.default,), None):
+        torch.manual_seed(0)
+        model = Layers(saved).double()
+        reference = copy.deepcopy(model)
+        shard_model(model, group)
+        for length in (12, 12, 9):
+            x, operations = Inputs(3).x[:, :length], []
+            for each in (reference, model):
+                torch.manual_seed(1)
+                with FlopCounterMode(display=False) as counter:
+                    loss = each(x).square().mean()
+                loss.backward()
+                operations.append(counter.get_total_flops())
+            tokens = cal_split_sizes(length, world)[rank]
+            assert operations[1] == operations[0] * tokens // length
+            for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                dist.all_reduce(own.grad, group=group)
+                torch.testing.assert_close(own.grad / world, expected.grad)
+                own.grad = expected.grad = None
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_modes_around_a_view_see_what_the_model_does(ranks: Ranks, world: int) -> None:
+    ranks(world, check_modes)

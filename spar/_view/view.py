@@ -370,7 +370,8 @@ class View(Mode, TorchFunctionMode):
         """Compare the ranks' generators where a forward first draws numbers."""
         if not self._compared:
             self._compared = True
-            same_generators(self.parts)
+            with torch._C._DisableTorchDispatch():  # a selective checkpoint would save what runs here
+                same_generators(self.parts)
 
     def error(self, name: str, problem: str, advice: str) -> RuntimeError:
         where = f"{place_of_caller()} on rank {self.parts.rank} of {self.parts.world}"
