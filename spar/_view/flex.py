@@ -56,7 +56,8 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
                 out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
                 return moved(mark(out, one), part)
         if any(part_of(x) is not None for x in tensors):
-            return view.outside("flex_attention", own, (*tensors, score_mod, block_mask, *rest), kwargs)
+            given = *tensors, score_mod, block_mask, *rest
+            return view.outside("flex_attention", own, given, kwargs, is_torch=True)
         with without_view():
             return own(*tensors, score_mod, block_mask, *rest, **kwargs)
 

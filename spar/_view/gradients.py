@@ -8,7 +8,7 @@ it has the gradient of the sum of all ranks' losses: that of one process, times 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,40 +18,53 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from ..ops.gather import all_gather, reduce_scatter
 from ..sizes import cal_split_sizes
-from .part import Part, Parts, changed, mark, part_of, tensors_in
+from .part import Part, Parts, mark, part_of
 
-Hook = Callable[[Tensor], Tensor | None]
-
-
-def average_gradients(parts: Parts, out: Any) -> Any:
-    """Let backward average the ranks' shares of the gradients of a Function's outputs, which are whole."""
-    for x in tensors_in(out):
-        if x.requires_grad:
-            x.register_hook(functools.partial(_mean, parts))
-    return out
+Hook = Callable[[Tensor | None], Tensor | None]
 
 
-def gathered(value: Any) -> Any:
-    """Return a nested value with whole tensors, for a Function with `average_gradients`."""
+class WholeGradients:
+    """The gradients of one call that runs on whole tensors: its backward gets, and returns, whole ones.
 
-    def whole(x: Tensor) -> Any:
-        part = part_of(x)
-        return x if part is None else _Gathered.apply(x, part)  # type: ignore[no-untyped-call]
+    Call its methods outside of the view.
+    """
 
-    return changed(whole, value)
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.is_recorded = False  # whether a backward was: in that of its graph, inputs have shares, too
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the whole of a part."""
+        whole: Tensor = _Gathered.apply(x, part_of(x), self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def average(self, results: Iterable[Tensor]) -> None:
+        """Let backward average the ranks' shares of the gradients of results."""
+        for x in {id(x): x for x in results if x.grad_fn is not None}.values():
+            x.register_hook(self._average)
+
+    def _average(self, share: Tensor | None) -> Tensor | None:
+        if share is None:  # of a result that the loss does not use
+            return None
+        self.is_recorded |= torch.is_grad_enabled()
+        return mean_of_shares(self.parts, share)
 
 
 class _Gathered(torch.autograd.Function):
     """The whole of a part. In backward each rank has the whole gradient already: it needs no exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part) -> Tensor:
-        ctx.part = part
-        return part.parts.gather(x)
+    def forward(ctx: Any, x: Tensor, part: Part, call: WholeGradients) -> Tensor:
+        ctx.part, ctx.call = part, call
+        whole = part.parts.gather(x)
+        return whole.clone() if whole._is_view() else whole  # views of Functions cannot be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _of_part(gradient, ctx.part), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        part: Part = ctx.part
+        if ctx.call.is_recorded:
+            gradient = mean_of_shares(part.parts, gradient)
+        return _of_part(gradient, part), None, None
 
 
 def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
@@ -59,9 +72,11 @@ def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
     part = part_of(x)
 
     @functools.wraps(hook, updated=())  # torch's errors name it
-    def of_whole(gradient: Tensor) -> Tensor | None:
+    def of_whole(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of one of several results, which the loss does not use
+            return hook(gradient)
         with Call(ranks_of(parts.group, ""), "a hook of a gradient", MOST_EXCHANGES, gradient.device.type):
-            whole = _mean(parts, gradient) if part is None else _whole(gradient, part)
+            whole = mean_of_shares(parts, gradient) if part is None else _whole(gradient, part)
             version = whole._version
             result = hook(whole)
             if result is None and whole._version != version:  # the hook changed it in place
@@ -78,7 +93,7 @@ def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
     return x.register_hook(of_whole)
 
 
-def _mean(parts: Parts, share: Tensor) -> Tensor:
+def mean_of_shares(parts: Parts, share: Tensor) -> Tensor:
     """Return the whole gradient by all ranks' shares of it."""
     sizes = cal_split_sizes(share.numel(), parts.world)
     total = reduce_scatter(share.reshape(-1), parts.group, 0, sizes)

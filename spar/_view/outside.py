@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
+from torch.autograd.function import _SingleLevelFunction
 
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from .eager import attending
 from .flex import intercepting
-from .gradients import average_gradients, gathered
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import View, current_view, without_view
@@ -31,6 +31,11 @@ from .view import View, current_view, without_view
 _IDENTITIES = ("torch.distributed.",)
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
+# Before torch 2.15 `Function.apply`, to which code may have bound references, is in Python, and calls that of
+# its base, in C.
+_OWN_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
+_IN_PYTHON = torch.autograd.Function.__dict__["apply"] is not _OWN_APPLY
+_APPLYING: Any = _SingleLevelFunction if _IN_PYTHON else torch.autograd.Function
 # Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
 # a dict.
 _RECOMPUTED = "_checkpoint_without_reentrant_generator"
@@ -48,11 +53,7 @@ def intercepted(view: View) -> Iterator[None]:
     with _lock:
         _entered += 1
         if _entered == 1:
-            _replace(
-                torch.autograd.Function,
-                "apply",
-                classmethod(_apply(torch.autograd.Function.__dict__["apply"])),
-            )
+            _replace(_APPLYING, "apply", classmethod(_apply))
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
@@ -90,33 +91,17 @@ def _replace(owner: Any, name: str, value: Any) -> None:
         _restore.callback(setattr, owner, name, before)
 
 
-@functools.lru_cache(maxsize=256)
-def _apply(own: Any) -> Callable[..., Any]:
-    """own: a class method in Python, or from torch 2.15 on in C."""
-
-    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return own.__get__(None, cls)(*args, **kwargs)
-
-    @functools.wraps(torch.autograd.Function.apply)
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None and cls is checkpoints.CheckpointFunction:
-            return _reentrant(view, functools.partial(call, cls), *args)
-        if view is None or cls.__module__.startswith(_IDENTITIES):
-            return call(cls, *args, **kwargs)
-        if not _has_parts(args, kwargs):  # it may run blocks, which backward runs again, outside of the view
-            with without_view():
-                return average_gradients(view.parts, call(cls, *args, **kwargs))
-        if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT:
-            with without_view():
-                return mark(call(cls, *args, **kwargs), part_of(args[0]))
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for `apply` of all Functions."""
+    view, call = current_view(), _OWN_APPLY.__get__(None, cls)
+    if view is None or cls.__module__.startswith(_IDENTITIES) or not issubclass(cls, torch.autograd.Function):
+        return call(*args, **kwargs)
+    if cls is checkpoints.CheckpointFunction:
+        return _reentrant(view, call, *args)
+    if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
         with without_view():
-            args, kwargs = gathered((args, kwargs))
-        return average_gradients(
-            view.parts, view.outside(cls.__name__, functools.partial(call, cls), args, kwargs)
-        )
-
-    return apply
+            return mark(call(*args, **kwargs), part_of(args[0]))
+    return view.outside(cls.__name__, call, args, kwargs)
 
 
 def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:

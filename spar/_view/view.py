@@ -19,13 +19,13 @@ from .aliases import Aliases
 from .bodies import body_of
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
 from .functions import Function, function_of
-from .gradients import average_gradients, gathered, register_hook
+from .gradients import register_hook
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .report import Report, place_of_caller
 from .rules.random import draws, may_draw, same_generators
-from .whole import Copies
+from .whole import run_whole
 
 _MOST_STEPS = 20_000
 _AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
@@ -260,7 +260,7 @@ class View(Mode, TorchFunctionMode):
     def _whole(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name, written = function.name, function.written(args, kwargs)
         if any(map(is_uneven, tensors_in(args, kwargs))) and not any(map(is_uneven, written)):
-            return self._on_copies(self._even, written, name, self._in_view(func), args, kwargs)
+            return self._on_copies(name, self._in_view(func), args, kwargs, copied=self._even)
         body = body_of(func)
         if body is not None:
             with self:
@@ -274,30 +274,18 @@ class View(Mode, TorchFunctionMode):
             self.report.count(name, args, kwargs, self.blocks > 0)
         if kwargs.get("inplace"):
             raise self.error(name, "changes a sharded tensor in place, whole", "pass inplace=False")
-        out = self._on_copies(self.parts.gather, written, name, func, args, kwargs)
+        out = self._on_copies(name, func, args, kwargs, writes=written)
         if name in ("numpy", "__array__"):
             out.flags.writeable = False  # a change would not reach the part
         return out
 
-    def _on_copies(
-        self,
-        copied: Callable[[Tensor], Tensor],
-        written: list[Tensor],
-        name: str,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a function on copies of parts, and carry back what it writes."""
-        copies = Copies(self.parts, copied, written)
-        given_args, given_kwargs = changed(copies.of, (args, kwargs))
-        out = func(*given_args, **given_kwargs)
-        results = tensors_in(out)
+    def _on_copies(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], **options: Any) -> Any:
+        """Run a function of torch on copies of parts."""
+        out = run_whole(self.parts, self._aliases, name, func, args, kwargs, is_torch=True, **options)
         if is_view(name, args) and isinstance(args[0], Tensor):
-            self._aliases.add_copies(results, args[0])
-        for sharing, x in copies.shared_with(results):
-            self._aliases.add_copies(sharing, x)
-        return copies.carry_back(out)
+            self._aliases.add_copies(tensors_in(out), args[0])
+        self._watch()
+        return out
 
     def _note_whole(self, name: str, why: str) -> None:
         if self.strict and self.blocks:
@@ -328,23 +316,27 @@ class View(Mode, TorchFunctionMode):
 
     def _operator(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of another library whole."""
-        name = function.name
-        given, written = tensors_in(args, kwargs), function.written(args, kwargs)
+        why, writes = "is of another library", function.written(args, kwargs)
+        return self._run_whole(function.name, why, func, args, kwargs, writes=writes)
+
+    def outside(
+        self, name: str, call: Any, args: Any, kwargs: dict[str, Any], *, is_torch: bool = False
+    ) -> Any:
+        """Run what is no torch function on whole tensors."""
+        with without_view():
+            return self._run_whole(name, "is no torch function", call, args, kwargs, is_torch=is_torch)
+
+    def _run_whole(
+        self, name: str, why: str, call: Any, args: Any, kwargs: dict[str, Any], **options: Any
+    ) -> Any:
+        given = tensors_in(args, kwargs)
         for x in given:
             self.check_stale(name, x)
-        for x in written:
-            if self._aliases.write(x):
-                self._watch()
-        parts = [x for x in given if part_of(x) is not None]
-        if parts:
-            self._note_whole(name, "is of another library")
-        return average_gradients(self.parts, self._on_copies(gathered, written, name, func, args, kwargs))
-
-    def outside(self, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run what is no torch function on whole tensors."""
-        self._note_whole(name, "is no torch function")
-        with without_view():
-            return call(*self.gather(args), **self.gather(kwargs))
+        if any(part_of(x) is not None for x in given):
+            self._note_whole(name, why)
+        out = run_whole(self.parts, self._aliases, name, call, args, kwargs, **options)
+        self._watch()
+        return out
 
     def _check_written(self, function: Function, args: Any, kwargs: dict[str, Any]) -> None:
         """Follow changes in place, of what others would share the memory of."""

@@ -1,90 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that knows no parts runs on copies of them; what it writes to these is carried back."""
+"""Run a function on the whole of each part that it gets, and carry what it writes back to the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .aliases import Aliases
+from .gradients import WholeGradients
 from .moving import moved
-from .part import Part, Parts, changed, mark, part_of
+from .part import Parts, changed, part_of, tensors_in, whole_shape
+from .report import place_of_caller
 
 
-class _Copy(NamedTuple):
-    part: Part
-    of: Tensor
-    copy: Tensor
-    version: int
+@dataclass(frozen=True, eq=False)
+class _Argument:
+    """A tensor of the caller, and what the function gets for it: the whole, if it is a part.
 
-
-class Copies:
-    """Copies of the parts among a call's arguments: their wholes, or other parts of these.
-
-    copied: returns what the call gets in the place of a part, or the part itself.
-    written: the tensors that the call is known to write.
+    version, node: of `given`, before: its changes in place, None if torch does not count them, and `grad_fn`.
     """
 
-    def __init__(
-        self, parts: Parts, copied: Callable[[Tensor], Tensor], written: Sequence[Tensor] = ()
-    ) -> None:
-        self._parts, self._copied = parts, copied
-        self._written = {id(x) for x in written}
-        self._made: dict[int, _Copy] = {}  # by what each is of: a tensor that is passed twice has one
+    own: Tensor
+    given: Tensor
+    version: int | None
+    node: Any
 
-    def of(self, x: Tensor) -> Tensor:
-        part = part_of(x)
-        if part is None:
-            return x
-        known = self._made.get(id(x))
-        if known is None:
-            copy = self._copied(x)
-            if copy is x:
-                return x
-            copy = mark(copy.clone(), part_of(copy)) if id(x) in self._written else copy
-            known = self._made[id(x)] = _Copy(part, x, copy, _version(copy))
-        return known.copy
+    @property
+    def is_part(self) -> bool:
+        return self.own is not self.given
 
-    def carry_back(self, out: Any) -> Any:
-        """Write to the parts what the call wrote to their copies; return its results with parts for these."""
-        parts = {}
-        for part, x, copy, version in self._made.values():
-            if id(x) in self._written or _version(copy) != version:
-                x.copy_(self._restored(copy, part))
-                parts[id(copy)] = mark(x, part)
-        return changed(lambda y: parts.get(id(y), y), out)
+    @property
+    def is_recorded(self) -> bool:
+        """Whether backward knows of the change."""
+        return self.given.grad_fn is not self.node
 
-    def shared_with(self, results: Sequence[Tensor]) -> list[tuple[list[Tensor], Tensor]]:
-        """Return which results share memory with the copy of which part."""
-        found = []
-        for _, x, copy, _ in self._made.values():
-            sharing = [y for y in results if y is not x and _memory(y) == _memory(copy)]
-            if sharing:
-                found.append((sharing, x))
-        return found
-
-    def any_written_unseen(self) -> bool:
-        """Whether the call wrote what torch did not count, as a kernel of another library or numpy does."""
-        return any(
-            _version(copy) == version and not _are_same(self._restored(copy, part), x)
-            for part, x, copy, version in self._made.values()
-            if id(x) not in self._written
-        )
-
-    def _restored(self, copy: Tensor, part: Part) -> Tensor:
-        return self._parts.shard(copy, part) if part_of(copy) is None else moved(copy, part)
+    def part_now(self) -> Tensor:
+        """Return this rank's part of what the function got, as it left it."""
+        part = part_of(self.own)
+        assert part is not None
+        return part.parts.shard(self.given, part) if part_of(self.given) is None else moved(self.given, part)
 
 
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+def run_whole(
+    parts: Parts,
+    aliases: Aliases,
+    name: str,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    writes: Sequence[Tensor] = (),
+    is_torch: bool = False,
+    copied: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """Call a function with whole tensors; each rank keeps its part of those that the function writes.
+
+    Call it outside of the view, with arguments that are not stale. Writes are recorded for backward as the
+    function recorded them. A result that is an argument is the caller's own; one that shares memory with an
+    argument is a copy for `aliases`.
+
+    Args:
+        writes: arguments that the function writes, as its schema says; others are found by their versions.
+        is_torch: whether it is a function of torch: its backward is linear in the gradient, and torch counts
+            what it writes. Others get whole gradients, and each part gets what its copy holds afterwards.
+        copied: returns what the function gets for a part, or the part itself; by default its whole.
+
+    Raises:
+        RuntimeError: the function changes the shape of an argument, or one of two that share memory.
+    """
+    gradients = WholeGradients(parts)
+    gather = copied or (parts.gather if is_torch else gradients.gather)
+    arguments: dict[int, _Argument] = {}
+    for x in tensors_in(args, kwargs):
+        if id(x) not in arguments:
+            given = x if part_of(x) is None else _gathered(gather, x)
+            arguments[id(x)] = _Argument(x, given, _version(given), given.grad_fn)
+    args, kwargs = changed(lambda x: arguments[id(x)].given, (args, kwargs))
+    out = func(*args, **kwargs)
+
+    known = {id(x) for x in writes}
+    written = [a for a in arguments.values() if _version(a.given) != a.version or id(a.own) in known]
+    of_parts = [a for a in arguments.values() if a.is_part]
+    _check(parts, name, written, arguments.values())
+    if not is_torch:
+        gradients.average([*tensors_in(out), *[a.given for a in written if a.is_recorded]])
+        _keep_uncounted([a for a in of_parts if a not in written])
+    for argument in written:
+        aliases.write(argument.own)
+        if argument.is_part:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and argument.is_recorded):
+                argument.own.copy_(argument.part_now())
+    return _own_results(aliases, out, of_parts)
 
 
-def _memory(x: Tensor) -> int | None:
-    return x.untyped_storage()._cdata if torch._C._has_storage(x) else None
+def _gathered(gather: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the whole of a part, as a tensor of which torch counts the changes in place."""
+    if not x.is_inference():
+        return gather(x)
+    with torch.inference_mode(False), torch.no_grad():
+        return gather(x)
 
 
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bytes."""
-    return torch.equal(*[x.detach().contiguous().view(torch.uint8) for x in (a, b)])
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _check(parts: Parts, name: str, written: Sequence[_Argument], arguments: Iterable[_Argument]) -> None:
+    def where() -> str:
+        return f"{name} at {place_of_caller()} on rank {parts.rank} of {parts.world}"
+
+    for one in written:
+        if whole_shape(one.given) != whole_shape(one.own):
+            raise RuntimeError(
+                f"{where()} changes the shape of a sharded tensor in place, from {whole_shape(one.own)} to "
+                f"{whole_shape(one.given)}; return another tensor"
+            )
+        for other in arguments:
+            if other is not one and (one.is_part or other.is_part) and _overlap(one.own, other.own):
+                raise RuntimeError(
+                    f"{where()} changes one of two tensors that share memory, of shapes "
+                    f"{whole_shape(one.own)} and {whole_shape(other.own)}; pass a clone of the other"
+                )
+
+
+def _keep_uncounted(arguments: Sequence[_Argument]) -> None:
+    """Let parts have what their copies hold: kernels, and code that writes to `x.data`, count nothing."""
+    memories = Counter(_memory(a.own) for a in arguments)
+    kept = []
+    for argument in arguments:
+        own, now = argument.own.data, argument.part_now().detach()
+        if 0 not in own.stride() or own.numel() < 2:  # what is expanded cannot be written
+            kept.append((own, now, now != own if memories[_memory(own)] > 1 else None))
+    for own, now, mask in kept:
+        own.copy_(now if mask is None else torch.where(mask, now, own))
+
+
+def _own_results(aliases: Aliases, out: Any, arguments: Sequence[_Argument]) -> Any:
+    """Return results with the caller's own tensors for what the function got for them."""
+    own = {id(a.given): a.own for a in arguments}
+    memories = {_memory(a.given): a.own for a in arguments}
+    for x in tensors_in(out):
+        if id(x) not in own and torch._C._has_storage(x) and _memory(x) in memories:
+            aliases.add_copies([x], memories[_memory(x)])
+    return changed(lambda x: own.get(id(x), x), out)
+
+
+def _memory(x: Tensor) -> int:
+    storage: int = x.untyped_storage()._cdata
+    return storage
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have items in common."""
+    if not (torch._C._has_storage(a) and torch._C._has_storage(b)) or _memory(a) != _memory(b):
+        return False
+    return bool(torch.isin(_places(a), _places(b)).any())
+
+
+def _places(x: Tensor) -> Tensor:
+    """Return where in its memory a tensor's items lie, in bytes."""
+    at = torch.tensor(x.storage_offset(), device="cpu")
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        at = at[..., None] + torch.arange(size, device="cpu") * stride
+    return at.flatten() * x.element_size()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is no torch function, in a view: it runs on whole tensors, and what it writes is in the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.view_cases import Inputs, compare
+from torch import Tensor
+
+pytestmark = pytest.mark.one_transport
+
+PAIRS = [
+    ("tokens", "tokens"),
+    ("tokens", "whole"),
+    ("features", "tokens"),
+    ("inner", "frames"),
+    ("uneven", "tokens"),
+]
+
+
+class Double(torch.autograd.Function):
+    """Changes its argument, as backward knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient.clamp(-1, 1)
+
+
+class Accumulate(torch.autograd.Function):
+    """Changes an argument without a word, in a way that torch counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+        total.add_(x.cumsum(1))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Uncounted(torch.autograd.Function):
+    """Changes an argument as a kernel does: torch does not count it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        x.data.sub_(x.mean(1, keepdim=True))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *[None for _ in ctx.needs_input_grad[1:]]  # type: ignore[return-value]
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Grow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.unsqueeze_(0).sum()
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x.mul_(2).cumsum(1)
+
+
+@torch.jit.script
+def first_of(values: list[Tensor]) -> Tensor:
+    values[0].add_(values[1].mean())
+    return values[1] * 2
+
+
+def accumulated(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    total = torch.zeros_like(x)
+    out: Tensor = Accumulate.apply(x, total) + Accumulate.apply(x * 2, total)  # type: ignore[no-untyped-call]
+    return out + total * y
+
+
+def uncounted(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    z = x.detach().cumsum(1)
+    aside = z[:1] * 1
+    Uncounted.apply(z, z[:1], aside)  # type: ignore[no-untyped-call]
+    return z * x + y
+
+
+def of_entry(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    z = x * 2
+    out: Tensor = first_of([z, y * 1])
+    return out.sum() + z
+
+
+def inferred(x: Tensor, *_: Any) -> Tensor:
+    with torch.inference_mode():
+        z = x.detach() * 2
+        Accumulate.apply(z[:, :, :1] * 1, z)  # type: ignore[no-untyped-call]
+        out = scripted(z) + z
+    return out.clone() * x
+
+
+def changed(change: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+    def run(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+        z = x * 2
+        out = change(z)
+        return z * y + (out if isinstance(out, Tensor) else 0)
+
+    return run
+
+
+CASES: dict[str, Callable[..., Tensor]] = {
+    "mark_dirty": changed(Double.apply),
+    "mark_dirty of a view": changed(lambda z: Double.apply(z[:1]).sum()),  # type: ignore[no-untyped-call]
+    "an argument": accumulated,
+    "what torch does not count": uncounted,
+    "TorchScript": changed(scripted),
+    "an entry of a list": of_entry,
+    "inference mode": inferred,
+}
+
+
+def check_writes(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    for name, function in CASES.items():
+        for pair in PAIRS:
+            assert compare(group, function, pair, Inputs(3)) is None, (name, pair)
+    refused: dict[str, Callable[[Tensor], Any]] = {
+        "that was changed in place through another one": lambda z: Same.apply(z.detach()).add_(1),  # type: ignore[no-untyped-call]
+        "tensors that share memory, of shapes": lambda z: Accumulate.apply(z, z.detach()),  # type: ignore[no-untyped-call]
+        "Grow at .* changes the shape of a sharded tensor in place": lambda z: Grow.apply(z.detach()),  # type: ignore[no-untyped-call]
+    }
+    for message, change in refused.items():
+        with pytest.raises(RuntimeError, match=message):
+            compare(group, changed(change), ("tokens", "tokens"), Inputs(3))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_code_outside_of_torch_writes_is_in_the_parts(ranks: Ranks, world: int) -> None:
+    ranks(world, check_writes)
