@@ -59,6 +59,31 @@ class Scaled(torch.autograd.Function):
         return of_product * weight + of_sum[..., None], (of_product * x).sum((0, 1))
 
 
+class Squared(torch.autograd.Function):
+    """Has a default argument, and a context of its own; one output is not used."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+        return x * x * factor, x * 3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.factor = inputs[1]
+        ctx.save_for_backward(inputs[0])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, of_square: Tensor, of_other: Tensor | None) -> tuple[Tensor, None]:
+        assert of_other is None
+        (x,) = ctx.saved_tensors
+        return 2 * ctx.factor * x * of_square, None
+
+
+BOUND = Limited.apply  # as models bind it, before a view is there
+# From torch 2.15 on each `apply` is in C.
+IN_C = torch._C._FunctionBase.__dict__["apply"].__get__(None, Limited)
+SQUARED_IN_C = torch._C._FunctionBase.__dict__["apply"].__get__(None, Squared)
+
 Change = Callable[[Tensor, nn.Parameter], Tensor]
 
 
@@ -119,6 +144,17 @@ def by_two(x: Tensor, weight: nn.Parameter) -> Tensor:
     return found
 
 
+def by_reference(x: Tensor, _: nn.Parameter) -> Tensor:
+    before: Tensor = BOUND(x)  # type: ignore[no-untyped-call]
+    in_c: Tensor = IN_C(x)
+    return before + in_c * 1
+
+
+def by_one_of_two(x: Tensor, _: nn.Parameter) -> Tensor:
+    square: Tensor = Squared.apply(x, 1.5)[0] + SQUARED_IN_C(x, 2.0)[0]  # type: ignore[no-untyped-call]
+    return square
+
+
 CHANGES: dict[str, Change] = {
     "a hook": hooked(limited),
     "a hook in place": hooked(limit),
@@ -130,6 +166,8 @@ CHANGES: dict[str, Change] = {
     "a hook of several": of_several,
     "a Function": by_function,
     "a Function of two": by_two,
+    "a bound Function": by_reference,
+    "a Function of which one output is used": by_one_of_two,
 }
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
@@ -41,6 +42,8 @@ _APPLYING: Any = _SingleLevelFunction if _IN_PYTHON else torch.autograd.Function
 _RECOMPUTED = "_checkpoint_without_reentrant_generator"
 _RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
 
+_BY_CLASS = "call the apply of the class, as in F.apply(x)"
+_calls = threading.local()  # is_own: whether torch's `apply` is called by `_call`
 _lock = threading.Lock()
 _entered = 0  # views, in all threads
 _restore = contextlib.ExitStack()
@@ -54,6 +57,7 @@ def intercepted(view: View) -> Iterator[None]:
         _entered += 1
         if _entered == 1:
             _replace(_APPLYING, "apply", classmethod(_apply))
+            _replace(FunctionMeta, "__getattribute__", _attribute)
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
@@ -93,8 +97,8 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for `apply` of all Functions."""
-    view, call = current_view(), _OWN_APPLY.__get__(None, cls)
-    if view is None or cls.__module__.startswith(_IDENTITIES) or not issubclass(cls, torch.autograd.Function):
+    view, call = current_view(), functools.partial(_call, cls)
+    if view is None or not _is_seen(cls):
         return call(*args, **kwargs)
     if cls is checkpoints.CheckpointFunction:
         return _reentrant(view, call, *args)
@@ -102,6 +106,52 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with without_view():
             return mark(call(*args, **kwargs), part_of(args[0]))
     return view.outside(cls.__name__, call, args, kwargs)
+
+
+def _is_seen(cls: Any) -> bool:
+    return issubclass(cls, torch.autograd.Function) and not cls.__module__.startswith(_IDENTITIES)
+
+
+def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call torch's own `apply`."""
+    before, _calls.is_own = getattr(_calls, "is_own", False), True
+    try:
+        return _OWN_APPLY.__get__(None, cls)(*args, **kwargs)
+    finally:
+        _calls.is_own = before
+
+
+def _attribute(cls: Any, name: str) -> Any:
+    """Return an attribute of a Function: for an `apply` in C, which was bound before the view, our `forward`.
+
+    From torch 2.15 on there is no other way to see its calls.
+    """
+    found = type.__getattribute__(cls, name)
+    if name not in ("forward", "setup_context"):
+        return found
+    if getattr(_calls, "is_own", False):
+        _calls.is_own = name != "forward"  # torch looks it up last
+        return found
+    if current_view() is None or not _is_seen(cls):
+        return found
+    base = _SingleLevelFunction.setup_context  # with it, `forward` gets a context
+    return functools.partial(_forward, cls, found) if name == "forward" else base
+
+
+def _forward(cls: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `apply` in the forward of another one, whose results keep the graph that they have."""
+    view, ctx = current_view(), args[0] if args else None
+    if view is None or not isinstance(ctx, cls._backward_cls):  # it is called otherwise than by `apply`
+        return own(*args, **kwargs)
+    if forward_ad._current_level >= 0:  # torch has turned it off here
+        raise view.error(
+            cls.__name__, "has an apply that was bound before the forward, and forward-mode AD", _BY_CLASS
+        )
+    with torch.set_grad_enabled(bool(ctx.next_functions)):
+        out = _apply(cls, *args[1:], **kwargs)
+        out = changed(lambda x: x.view_as(x) if x.requires_grad else x, out)
+    ctx.mark_non_differentiable(*tensors_in(out))
+    return out
 
 
 def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
