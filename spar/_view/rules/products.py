@@ -44,10 +44,8 @@ def product(call: FunctionCall) -> Plan | None:
     local = a.numel() * b.size(-1)
     at = (1, 0) if call.name == "__rmatmul__" else (0, 1)  # a and b may be the same tensor
     if of_a and of_b and at_a == -1 and at_b == -2 and of_a.at(0) is of_b.at(0):
-        parts = call.parts
-        return Plan(
-            run=lambda *tensors: sum_over_ranks(parts, call.function(*tensors)), work=work(local, a, of_a)
-        )
+        parts, function = call.parts, call.function
+        return Plan(run=lambda *tensors: sum_over_ranks(parts, function(*tensors)), work=work(local, a, of_a))
     if of_a and at_a == -2:
         if of_b and at_b < -2:
             return None

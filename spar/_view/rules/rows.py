@@ -33,10 +33,10 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
     if part is not None and part.dim != dim:
         return None
 
-    at = 1 if call.name == "__getitem__" else 2
+    name, function, at = call.name, call.function, 1 if call.name == "__getitem__" else 2
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        given = FunctionCall(parts, call.name, call.function, args, kwargs)
+        given = FunctionCall(parts, name, function, args, kwargs)
         x, index = parts.gather(given.input), given.get(at, "index")
         index = _places(parts, index[-1] if isinstance(index, tuple) else index)
         if index.size(0) < parts.world:
@@ -103,15 +103,15 @@ def added(call: FunctionCall) -> Plan | None:
     if of_source is None or of_source.dim != dim or (part is not None and part.dim != dim):
         return None
     shape, at = whole_shape(x), 0 if index.dim() == 1 else dim
-    is_inplace, parts = call.is_inplace, call.parts
-    name = "index_add" if call.name.startswith("index_add") else "scatter_add"
+    is_inplace, parts, name, function = call.is_inplace, call.parts, call.name, call.function
+    method = "index_add" if call.name.startswith("index_add") else "scatter_add"
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        given = FunctionCall(parts, call.name, call.function, args, kwargs)
+        given = FunctionCall(parts, name, function, args, kwargs)
         x: Tensor = given.input
         index, source = given.get(2, "index"), given.get(3, "src", "source")
         own = _part(parts, index, of_source.at(at))
-        total = getattr(x.new_zeros(shape), name)(dim, own, source)
+        total = getattr(x.new_zeros(shape), method)(dim, own, source)
         total = sum_over_ranks(parts, total) if part is None else _reduced(total, part)
         return x.add_(total) if is_inplace else x + total
 
