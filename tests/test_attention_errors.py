@@ -168,15 +168,15 @@ CASES: dict[str, Case] = {
     "shape of a bias": (
         {"bias": lambda b, h, q, k: z(5, 7)},
         ValueError,
-        "bias returned a tensor of shape [5, 7]; expected [2, 2, 12, 12], or one that broadcasts to it",
+        "bias returned a tensor of shape [5, 7] for one batch, head, query and key; expected a scalar",
     ),
-    "dims of a bias": (
-        {"bias": lambda b, h, q, k: z(1, 1, 1, 1, 1)},
+    "control flow in a bias": (
+        {"bias": lambda b, h, q, k: z(12)[0] if q > k else z(12)[1]},
         ValueError,
-        "bias returned a tensor of shape [1, 1, 1, 1, 1]; expected [2, 2, 12, 12]",
+        "attention: bias failed under torch.vmap, which calls it for one batch, head, query and key",
     ),
     "learned bias": (
-        {"bias": lambda b, h, q, k: z(12, requires_grad=True)},
+        {"bias": lambda b, h, q, k: z(12, requires_grad=True)[k]},
         ValueError,
         "bias returned a tensor that requires a gradient, as a learned bias (T5's) does",
     ),

@@ -16,9 +16,9 @@ from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .methods import gathered, hybrid, round_the_ring, ulysses
+from .pairs import Function
 from .problem import Attend, Problem, Weights, checked
 from .ring import forward_exchanges
-from .scores import Bias
 from .spans import Spans
 
 Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
@@ -76,7 +76,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
-    bias: Bias | None = None,
+    bias: Function | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
@@ -118,9 +118,9 @@ def attention(
         sinks: floating `[H]`, for each head the score of one more key, whose value is 0 (gpt-oss). It may
             require a gradient, which is to be summed over the ranks.
         softcap: c, if scores x are to be c tanh(x / c), as in Gemma 2.
-        bias: a function of int64 tensors (batch, head, query, key), places in the whole sequence, that
-            broadcast; it returns what is added to the scores there, as ALiBi. It is called for each block, in
-            backward again, and its result must not require a gradient.
+        bias: a function of one (batch, head, query, key), places in the whole sequence, int64 tensors
+            without dims; it returns what is added to the score there, as ALiBi. torch.vmap calls it for the
+            pairs of each block, in backward again. Its result must not require a gradient.
         scale: of the scores; 1 / sqrt(D) by default.
         dropout_p: the probability that a weight is dropped; not by the ring, nor with sinks, softcap or a
             bias. Seed the ranks differently, as

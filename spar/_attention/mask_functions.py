@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from .._group.group import Call
 from ..ops.gather import all_gather
 from ..sizes import cal_split_sizes
 from ..topology.resolve import process_group
+from .pairs import EACH, Function, of_pairs, without_repeats
 
-Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_NAME = "Spans.of: the function"
 # So many pairs are evaluated at a time.
 _PAIRS = 1 << 20
 
@@ -25,11 +26,13 @@ def by_bisection(function: Function, shape: Sequence[int], device: torch.device 
     batch, heads, queries, keys = shape
     if queries != keys:
         raise ValueError(f"Spans.of: contiguous=True and {queries} queries of {keys} keys; expected as many")
-    b, h, q = (torch.arange(size, device=device) for size in (batch, heads, queries))
-    b, h, q = b[:, None, None], h[:, None], q.expand(batch, heads, -1)
+    indices = [torch.arange(size, device=device) for size in (batch, heads, queries)]
+    q = indices[2].expand(batch, heads, -1)
+    if not q.numel():
+        return torch.zeros(*q.shape, 2, dtype=torch.int32, device=device)
 
     def attends(k: Tensor) -> Tensor:
-        return _checked(function(b.expand_as(q), h.expand_as(q), q, k), q.shape)
+        return of_pairs(_NAME, function, "bool", [*indices, k], EACH)
 
     own = attends(q)
     if not bool(own.all()):
@@ -72,18 +75,18 @@ def _of_rows(
     function: Function, shape: Sequence[int], device: torch.device | str, begin: int, size: int
 ) -> Tensor:
     batch, heads, _, keys = shape
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(heads, device=device)[:, None, None]
-    k = torch.arange(keys, device=device)
-    strip = max(1, _PAIRS // max(1, batch * heads * keys))
+    if 0 in (batch, heads, size, keys):
+        return torch.zeros(batch, heads, size, 2, dtype=torch.int32, device=device)
+    b, h, k = (torch.arange(count, device=device) for count in (batch, heads, keys))
+    strip = max(1, _PAIRS // (batch * heads * keys))
     parts = []
     for first in range(begin, begin + size, strip):
-        q = torch.arange(first, min(first + strip, begin + size), device=device)[:, None]
-        allowed = _checked(function(b, h, q, k), (batch, heads, len(q), keys))
-        parts.append(intervals_of(allowed))
-    most = max([part.size(3) for part in parts], default=2)
-    parts = [torch.nn.functional.pad(part, (0, most - part.size(3))) for part in parts]
-    return torch.cat(parts, 2) if parts else torch.zeros(batch, heads, 0, 2, dtype=torch.int32, device=device)
+        q = torch.arange(first, min(first + strip, begin + size), device=device)
+        allowed = without_repeats(of_pairs(_NAME, function, "bool", [b, h, q, k]))
+        found = intervals_of(allowed.expand(-1, -1, -1, keys))
+        parts.append(found.expand(batch, heads, len(q), -1))
+    most = max([part.size(3) for part in parts])
+    return torch.cat([torch.nn.functional.pad(part, (0, most - part.size(3))) for part in parts], 2)
 
 
 def intervals_of(allowed: Tensor) -> Tensor:
@@ -101,17 +104,3 @@ def intervals_of(allowed: Tensor) -> Tensor:
     found = torch.zeros(len(rows), most, 2, dtype=torch.int32, device=allowed.device)
     found[row, number] = torch.stack([first, last + 1], -1).to(torch.int32)
     return found.reshape(*shape, 2 * most)
-
-
-def _checked(result: object, shape: Sequence[int]) -> Tensor:
-    """Return what the function returned, of the whole shape; refuse anything that is not a mask of it."""
-    if not isinstance(result, Tensor) or result.dtype != torch.bool:
-        value = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise TypeError(f"Spans.of: the function returned {value}; expected a bool tensor")
-    try:
-        return result.expand(list(shape))
-    except RuntimeError:
-        raise ValueError(
-            f"Spans.of: the function returned a tensor of shape {list(result.shape)}; expected "
-            f"{list(shape)}, or one that broadcasts to it"
-        ) from None

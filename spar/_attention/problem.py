@@ -21,7 +21,7 @@ from ..sizes import as_int
 from .kernels import NAMES, reason_against
 from .kernels.kernel import Needs
 from .masks import checked_mask
-from .scores import Bias
+from .pairs import Function
 from .spans import Spans, with_keywords
 from .strips import strips_of
 
@@ -91,7 +91,7 @@ class Weights:
     window: tuple[int | None, int | None] | None
     sinks: Tensor | None
     softcap: float
-    bias: Bias | None
+    bias: Function | None
     dropout_p: float
     attend: Attend | None
     kernel: str | None

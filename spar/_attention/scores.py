@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,8 @@ from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, Kernel, Needs, accumulated
 from .masks import added, causal_mask, joined, sliced
+from .pairs import Function, of_pairs, without_repeats
 from .spans import Spans
-
-# A function of int64 tensors (batch, head, query, key) that broadcast, to what is added to the scores.
-Bias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Scores:
     scale: float
     softcap: float = 0.0
     spans: Spans | None = None
-    bias: Bias | None = None
+    bias: Function | None = None
     first_head: int = 0
     kernel: str | None = None
     varied: bool = False
@@ -115,38 +112,22 @@ class Blocks:
         self._newest = ends, size, mask, is_empty
         return mask, is_empty
 
-    def _of_bias(self, bias: Bias, block: Block, q: Tensor) -> Tensor:
-        batch = q.size(0)
-        b, h, query, key = (
+    def _of_bias(self, bias: Function, block: Block, q: Tensor) -> Tensor:
+        indices = [
             torch.arange(begin, begin + size, device=q.device)
             for begin, size in (
-                (max(block.sample, 0), batch),
+                (max(block.sample, 0), q.size(0)),
                 (self._scores.first_head, q.size(1)),
                 (block.query_start, block.queries),
                 (block.key_start, block.keys),
             )
-        )
+        ]
         with torch.enable_grad():
-            value = bias(b[:, None, None, None], h[:, None, None], query[:, None], key)
-        shape = batch, q.size(1), block.queries, block.keys
+            value = of_pairs("attention: bias", bias, "floating", indices)
+        if value.requires_grad:
+            raise ValueError(
+                "attention: bias returned a tensor that requires a gradient, as a learned bias (T5's) does, "
+                'and has none here; pass it as an added mask with method="ulysses", or detach it'
+            )
         # Not q's dtype: 16 bits round a bias of 100 by 0.25, and ALiBi has thousands.
-        return checked_bias(value, shape).to(accumulated(q.dtype))
-
-
-def checked_bias(value: object, shape: tuple[int, int, int, int]) -> Tensor:
-    """Check what a bias function returned for indices of this shape."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(f"attention: bias returned {kind}; expected a floating tensor")
-    if value.requires_grad:
-        raise ValueError(
-            "attention: bias returned a tensor that requires a gradient, as a learned bias (T5's) does, and "
-            'has none here; pass it as an added mask with method="ulysses", or detach it'
-        )
-    sizes = [1] * (4 - value.dim()) + list(value.shape)
-    if len(sizes) != 4 or any(size not in (1, most) for size, most in zip(sizes, shape, strict=True)):
-        raise ValueError(
-            f"attention: bias returned a tensor of shape {list(value.shape)}; expected {list(shape)}, or "
-            "one that broadcasts to it"
-        )
-    return value.reshape(sizes)
+        return without_repeats(value).to(accumulated(q.dtype))

@@ -155,10 +155,12 @@ class Spans:
         """Make spans of a mask function, as torch's flex_attention and transformers have them.
 
         It is called here and never again. By default all pairs are evaluated once, some queries at a time.
+        The result is that of flex_attention's create_mask: torch.vmap calls the function for one pair.
 
         Args:
-            function: of int64 tensors (batch, head, query, key) that broadcast; it returns a bool tensor of
-                their common shape, or one that broadcasts to it: True where the query attends to the key.
+            function: of one (batch, head, query, key), int64 tensors without dims; it returns a bool tensor
+                without dims: True where the query attends to the key. It may read tensors at these indices
+                and reduce what it finds.
             shape: (B, H, S, T), the sizes of the indices. Pass 1 for B and H if the function ignores them.
             contiguous: whether each query attends to the key in its own place, and its keys are one interval:
                 then their ends are found by bisection, in about 2 log2 T calls of B x S elements. The result
@@ -168,8 +170,9 @@ class Spans:
             device: of the index tensors, on which the function's own tensors are.
 
         Raises:
-            TypeError, ValueError: the function returns something else, or needs more intervals for a query
-                than fit into as many bytes as booleans; pass a mask tensor then.
+            TypeError, ValueError: the function returns something else, torch.vmap cannot batch it (`if` on
+                an index, `.item()`), or it needs more intervals for a query than fit into as many bytes as
+                booleans; pass a mask tensor then.
         """
         sizes = [_size("Spans.of", "shape", size) for size in shape]
         if len(sizes) != 4:

@@ -29,9 +29,9 @@ class Wanted(NamedTuple):
     """A mask that transformers asks for. `masks_of` makes its spans, in an order that is equal on all ranks.
 
     Attributes:
-        function: of index tensors (batch, head, query, key).
+        function: of one (batch, head, query, key).
         shape: (B, 1, S, S).
-        own: whether transformers made the function, so that it takes tensors that broadcast.
+        own: whether transformers made the function, of parts that are known.
         valid: bool [B, S], False for padding; None if there is none.
         device: of the tensors that the function has in it.
     """
@@ -47,8 +47,7 @@ class Wanted(NamedTuple):
         if self.own and _are_runs(self.function):
             spans = Spans.of(self.function, self.shape, contiguous=True, device=self.device)
         else:
-            function = self.function if self.own else _by_vmap(self.function)
-            spans = Spans.of(function, self.shape, group=group, device=self.device)
+            spans = Spans.of(self.function, self.shape, group=group, device=self.device)
         return spans if self.valid is None else spans & Spans.padding(self.valid)
 
 
@@ -71,7 +70,7 @@ def whole_mask(
         attention_mask: bool `[B, S]`, False for padding.
         local_size: of a sliding window, or of a chunk.
         allow_is_causal_skip: whether the mask is causal, but for padding and `local_size`.
-        use_vmap: whether a part of the function is the user's, which may take one index at a time alone.
+        use_vmap: whether a part of the function is the user's.
     """
     padded = attention_mask is not None and not bool(attention_mask.all())
     if allow_is_causal_skip and not padded and (local_size is None or kv_length <= local_size):
@@ -79,21 +78,6 @@ def whole_mask(
     shape = batch_size, 1, kv_length, kv_length
     valid = attention_mask if padded else None
     return Wanted(mask_function, shape, not use_vmap, valid, torch.device(device))
-
-
-def _by_vmap(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of whole index tensors that calls the user's with one index at a time."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-    from transformers.masking_utils import _vmap_expansion_sdpa
-
-    mapped = _vmap_expansion_sdpa(function)
-
-    def whole(*indices: torch.Tensor) -> torch.Tensor:
-        with TransformGetItemToIndex():
-            allowed: torch.Tensor = mapped(*(index.flatten() for index in indices))
-        return allowed
-
-    return whole
 
 
 def leaves_intervals(function: Any) -> bool:
