@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from ._checks import check_int, check_lengths, check_number, check_sum, check_type
+from ._control.process_group import group_name
 from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
 from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
 from ._exchange.grad_scale import NOT_GIVEN, GradScale, scale_error
@@ -42,6 +43,7 @@ from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
 from ._group.registry import place_of
 from .topology import topology
+from .topology.absent import AbsentGroup, group_or_name
 from .topology.groups_by_name import ParallelState
 from .topology.hybrid import ring_and_ulysses
 from .topology.resolve import Group, process_group
@@ -58,7 +60,9 @@ class SequenceLayout:
     """How a sequence lies on the ranks of a group; made by one of the class methods.
 
     Layouts of the same kind, lengths and group are equal. Pass them as arguments, also to compiled functions,
-    where their ints become symbolic.
+    where their ints become symbolic. They pickle with the name of their group. A process without that group,
+    such as a data loader's worker, gets the layout of the rank that pickled it: it shards there, and raises
+    ValueError where it would exchange.
     """
 
     kind: str
@@ -205,8 +209,23 @@ class SequenceLayout:
         maker = "from_local" if self.kind == "local" else self.kind
         return f"SequenceLayout.{maker}({arguments}, {self.group.size()} ranks)"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.kind, self.numbers, self.group.group_name)
+    # A copy is the layout: it never changes.
+
+    def __copy__(self) -> SequenceLayout:
+        return self
+
+    def __deepcopy__(self, memo: object) -> SequenceLayout:
+        return self
+
+    # By the state, not by a function of its own, so that torch.load needs to know the class alone.
+
+    def __getstate__(self) -> object:
+        group = self.group
+        return self.kind, self.numbers, (group_name(group), group.size(), group.rank())
+
+    def __setstate__(self, state: tuple[str, tuple[int, ...], tuple[str, int, int]]) -> None:
+        kind, numbers, place = state
+        self.__dict__.update(kind=kind, numbers=numbers, group=group_or_name(*place))
 
     # ---- what it does ----
 
@@ -345,7 +364,13 @@ class SequenceLayout:
         if output is not None:
             return output
 
+        group: Any = self.group
+        if absent := isinstance(group, AbsentGroup) and splits and not exact:
+            group = place_of(self.group)  # all that a selection needs, but not its gradient
+
         def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
+            if absent and must_record([call.input for call in calls]):
+                process_group(self.group, calls[0].where)
             if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
                 raise scale_error(calls[0], splits)
             scale = calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale)
@@ -359,7 +384,7 @@ class SequenceLayout:
 
         kind = MOVE if not exact else SUM if splits else GATHER
         exchanges = 0 if splits and not exact else 1
-        return exchange_together(name, x, self.group, layouts, key, kind, exchanges=exchanges)
+        return exchange_together(name, x, group, layouts, key, kind, exchanges=exchanges)
 
 
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
@@ -436,7 +461,3 @@ def _side(where: str, name: str, tokens: int) -> int:
 
 def _total(kind: str, total: int, name: str = "total") -> int:
     return check_int(f"SequenceLayout.{kind}", name, total, 0, 2**63 - 1)
-
-
-def _restored(kind: str, numbers: tuple[int, ...], group: str) -> SequenceLayout:
-    return SequenceLayout(kind, numbers, process_group(group, "SequenceLayout"))

@@ -27,7 +27,7 @@ _handles = itertools.count(1)
 class Place(NamedTuple):
     """A rank's place in a group, as ints, which a compiled function may keep."""
 
-    handle: int  # of the group; never reused in this process
+    handle: int  # of the group; never reused in this process. 0: the process does not have the group
     world: int
     rank: int
 

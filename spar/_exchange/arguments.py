@@ -33,7 +33,8 @@ _LONG = 256  # numbers of a layout, which take longer to compare than what a rem
 def ranks_of(group: Group | Group_ | Place, name: str) -> Group_ | Place:
     """Return spar's state of a group argument; under torch.compile this rank's place in the group."""
     if isinstance(group, Place):
-        return group if is_dynamo_compiling() or group.world == 1 else group_at(group.handle)
+        known = group.handle and group.world > 1 and not is_dynamo_compiling()
+        return group_at(group.handle) if known else group
     if isinstance(group, Group_):
         return group
     if is_dynamo_compiling():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .._control.state import Place
 from .._tracing import constant
 from ..errors import SparError
+from ..topology.absent import AbsentGroup
 from .group import Group
 
 _creation = threading.RLock()  # a signal's handler may close a group, or use another
@@ -78,6 +79,8 @@ def group_at(handle: int) -> Group:
 def place_of(process_group: dist.ProcessGroup) -> Place:
     """Return this rank's place in a group; a constant for torch.compile."""
     group = by_process_group.get(id(process_group))
+    if group is None and isinstance(process_group, AbsentGroup):
+        return Place(0, process_group.size(), process_group.rank())
     return (group_of(process_group) if group is None else group).place
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import topology
+from .absent import AbsentGroup
 
 Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | str | None
 
@@ -25,7 +26,7 @@ def process_group(group: Group, name: str) -> dist.ProcessGroup:
 
     Raises:
         ValueError: torch.distributed is not initialized, the mesh has several dims, no group has this name,
-            or this rank is not in the group.
+            this rank is not in the group, or it is that of a layout from another process.
         TypeError: `group` is of another type.
     """
     if group is not None and isinstance(group, dist.ProcessGroup):  # isinstance(None, ...) is slow
@@ -58,6 +59,12 @@ def process_group(group: Group, name: str) -> dist.ProcessGroup:
                 "expected a 1-D mesh, or (mesh, dim)"
             )
         return group.get_group()
+    if isinstance(group, AbsentGroup):
+        raise ValueError(
+            f"{name}: this process has no group {group.group_name!r} of {group.size()} ranks, for which the "
+            "layout was pickled; without it a layout shards, and cannot exchange. Exchange on the group's "
+            "ranks, and create the group there before the layout is unpickled"
+        )
     kind = type(group).__name__
     raise TypeError(
         f"{name}: process_group is {group!r:.80} ({'an' if kind[0] in 'aeiou' else 'a'} {kind}); "
