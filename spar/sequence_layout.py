@@ -10,7 +10,6 @@ from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from ._checks import check_int, check_lengths, check_number, check_sum, check_type
@@ -38,7 +37,7 @@ from ._exchange.layouts import (
 )
 from ._exchange.pieces import runs_in_halo, selected
 from ._exchange.pieces_op import gather_runs
-from ._exchange.repeated import repeat, scale_key
+from ._exchange.repeated import layouts_key, repeat, scale_key
 from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
 from ._group.registry import place_of
@@ -390,45 +389,6 @@ class SequenceLayout:
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
     """Return the core's numbers for a sequence along `dim`."""
     return dim, _KINDS[layout.kind], *layout.numbers
-
-
-_LONG = 16  # numbers, which take as long to compare as a call to check
-_INT = frozenset({int})  # bools equal ints
-_NO_KEY = object()
-
-
-def layouts_key(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
-    """Return by what `repeat` finds calls with these sizes and layouts; None: it must not keep the call.
-
-    A layout's group is not kept, or it would live on; its id is that of the call's group, which lives.
-
-    inputs: of the call: sizes mean something else for a tensor than for a list of one.
-    arguments: each is sizes, a layout, None, or, of a call with several tensors, a list of these.
-    """
-    if is_dynamo_compiling():
-        return None
-    key: list[object] = [isinstance(inputs, (list, tuple))]
-    for entry in arguments:
-        part = _key_part(entry)
-        if part is _NO_KEY and (type(entry) is list or type(entry) is tuple):
-            parts = tuple([_key_part(argument) for argument in entry])
-            part = part if _NO_KEY in parts else parts
-        if part is _NO_KEY:
-            return None
-        key.append(part)
-    return tuple(key)
-
-
-def _key_part(argument: Any) -> object:
-    """Return what is kept of a layout, or of one tensor's sizes."""
-    if argument is None:
-        return None
-    if type(argument) is SequenceLayout:
-        few = len(argument.numbers) <= _LONG
-        return (argument.kind, argument.numbers, id(argument.group)) if few else _NO_KEY
-    if (type(argument) is tuple or type(argument) is list) and len(argument) <= _LONG:
-        return tuple(argument) if _INT.issuperset(map(type, argument)) else _NO_KEY
-    return _NO_KEY
 
 
 def checked_numbers(

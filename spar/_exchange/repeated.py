@@ -26,6 +26,46 @@ def scale_key(grad_scale: object) -> Key:
     return (grad_scale,) if is_exact else None
 
 
+_LONG = 16  # numbers, which take as long to compare as a call to check
+_INT = frozenset({int})  # bools equal ints
+_NO_KEY = object()
+
+
+def layouts_key(inputs: object, *arguments: Any) -> tuple[object, ...] | None:
+    """Return by what `repeat` finds calls with these sizes and layouts; None: it must not keep the call.
+
+    A layout's group is not kept, or it would live on; its id is that of the call's group, which lives.
+
+    inputs: of the call: sizes mean something else for a tensor than for a list of one.
+    arguments: each is sizes, a layout, None, or, of a call with several tensors, a list of these.
+    """
+    if is_dynamo_compiling():
+        return None
+    key: list[object] = [isinstance(inputs, (list, tuple))]
+    for entry in arguments:
+        part = _key_part(entry)
+        if part is _NO_KEY and (type(entry) is list or type(entry) is tuple):
+            parts = tuple([_key_part(argument) for argument in entry])
+            part = part if _NO_KEY in parts else parts
+        if part is _NO_KEY:
+            return None
+        key.append(part)
+    return tuple(key)
+
+
+def _key_part(argument: Any) -> object:
+    """Return what is kept of a layout, or of one tensor's sizes."""
+    if argument is None:
+        return None
+    if type(argument) is tuple or type(argument) is list:
+        few = len(argument) <= _LONG and _INT.issuperset(map(type, argument))
+        return tuple(argument) if few else _NO_KEY
+    numbers = getattr(argument, "numbers", None)
+    if type(numbers) is tuple and len(numbers) <= _LONG:  # a layout
+        return argument.kind, numbers, id(argument.group)
+    return _NO_KEY
+
+
 def repeat(name: str, input_: Any, group: Group, arguments: Key) -> tuple[Any, Key]:
     """Exchange a tensor or a list of them as an equal call did before.
 

@@ -13,10 +13,10 @@ import torch
 from .._exchange.arguments import Arguments, Key, Sizes, apply_together
 from .._exchange.exchange import ONE, Scale
 from .._exchange.layouts import EVEN, Args, Layout
-from .._exchange.repeated import repeat
+from .._exchange.repeated import layouts_key, repeat
 from .._exchange.together import entries, exchange_together
 from .._exchange.work import Work
-from ..sequence_layout import SequenceLayout, checked_numbers, layouts_key
+from ..sequence_layout import SequenceLayout, checked_numbers
 from ..sizes import share, totals_of_share
 from ..topology.resolve import Group
 

@@ -15,10 +15,10 @@ import torch
 from .._exchange.arguments import Arguments, Key, Sizes
 from .._exchange.exchange import GATHER, ONE, SUM, Scale
 from .._exchange.layouts import Args, Layout, even, shards_pair
-from .._exchange.repeated import repeat
+from .._exchange.repeated import layouts_key, repeat
 from .._exchange.together import entries, exchange_together
 from .._exchange.work import Work
-from ..sequence_layout import SequenceLayout, checked_numbers, layouts_key
+from ..sequence_layout import SequenceLayout, checked_numbers
 from ..topology.resolve import Group
 
 
