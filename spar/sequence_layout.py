@@ -35,7 +35,7 @@ from ._exchange.layouts import (
     shards_pair,
     total_of,
 )
-from ._exchange.pieces import runs_in_halo, selected
+from ._exchange.pieces import in_documents, without_halo
 from ._exchange.pieces_op import gather_runs
 from ._exchange.repeated import layouts_key, repeat, scale_key
 from ._exchange.together import exchange_together
@@ -51,7 +51,7 @@ __all__ = ["SequenceLayout"]
 
 
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG}
-_KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS}
+_KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS, "documents": RUNS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,6 +149,24 @@ class SequenceLayout:
             return cls(kind, (inner, total), group)
         return cls.even(total, group) if kind == "even" else cls.zigzag(total, group)
 
+    def with_documents(self, lengths: Sizes) -> SequenceLayout:
+        """Divide the sequence into documents, as those of a packed layout; tokens lie as in this one.
+
+        Args:
+            lengths: of the documents, one behind the other, at least 0, the same on all ranks.
+
+        Raises:
+            ValueError: they are not as long as the sequence, or this layout already has documents.
+        """
+        where = "SequenceLayout.with_documents"
+        numbers = check_lengths(where, "lengths", lengths)
+        if self.is_packed or sum(numbers) != self.total:
+            expected = f"a layout without documents, and lengths of {self.total} tokens in all"
+            hint = cumulative_hint(cut) if (cut := from_cumulative(numbers)) else ""
+            raise ValueError(f"{where}: lengths is {numbers!r:.200}, for {self}; expected {expected}{hint}")
+        runs = in_documents(numbers_of(self, 0), numbers, self.group.size())
+        return SequenceLayout("documents", runs, self.group)
+
     # ---- what it says ----
 
     @property
@@ -158,13 +176,13 @@ class SequenceLayout:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has documents, of which each token attends to its own: packed and balanced layouts."""
-        return self.kind in ("packed", "balanced")
+        """Whether it has documents, of which each token attends to its own: packed, balanced, or given."""
+        return self.kind in ("packed", "balanced", "documents")
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of its documents; of a layout without any the length of the sequence."""
-        if self.kind == "balanced":
+        if self.kind in ("balanced", "documents"):
             return self.numbers[1 : 1 + self.numbers[0]]
         return self.numbers[2:] if self.kind == "packed" else (self.total,)
 
@@ -201,11 +219,10 @@ class SequenceLayout:
         elif self.kind == "joint":
             arguments = ", ".join(map(str, self.numbers[2:]))
         elif self.kind == "hybrid":
-            neighbours = " neighbours" if self.numbers[0] < 0 else ""
-            arguments += f", ulysses={abs(self.numbers[0])}{neighbours}"
+            arguments += f", ulysses={abs(self.numbers[0])}{' neighbours' * (self.numbers[0] < 0)}"
         elif self.is_packed:
             arguments = f"{[*self.lengths[:16]]}"[:-1] + (", ...]" if len(self.lengths) > 16 else "]")
-        maker = "from_local" if self.kind == "local" else self.kind
+        maker = {"local": "from_local", "documents": "with_documents"}.get(self.kind, self.kind)
         return f"SequenceLayout.{maker}({arguments}, {self.group.size()} ranks)"
 
     # A copy is the layout: it never changes.
@@ -307,17 +324,17 @@ class SequenceLayout:
     def halo(self, x: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
         """Extend each of this rank's runs of tokens by those before and behind it, as a convolution needs.
 
-        One exchange moves the tokens of other ranks, and nothing else. Gradients are added at their owners.
+        One exchange moves tokens of other ranks alone. Gradients are added at their owners.
 
         Args:
             x: this rank's shard, any strided tensor.
             before, after: how many tokens to add on each side, at least 0. They are those of the sequence, in
-                a packed layout of the run's document; beyond its ends zeros.
+                a layout with documents of the run's document; beyond its ends zeros.
             dim: the sequence's dim.
 
         Returns:
-            Along dim, for each run (one in an even layout, up to two in zigzag, one for each document in a
-            packed one) the tokens before it, the run, and the tokens behind it. `drop_halo` keeps the runs.
+            Along dim, for each run (one in an even layout, up to two in zigzag, each cut where documents end)
+            the tokens before it, the run, and the tokens behind it. `drop_halo` keeps the runs.
         """
         with Arguments("SequenceLayout.halo", x, self.group) as call:
             left, right = _side(call.where, "before", before), _side(call.where, "after", after)
@@ -328,14 +345,7 @@ class SequenceLayout:
         place, name = place_of(self.group), "SequenceLayout.drop_halo"
         sides = _side(name, "before", before), _side(name, "after", after)
         runs = pieces(numbers_of(self, 0), place.world, place.rank)
-        parts = runs_in_halo(runs, *sides)
-        expected = sum([size + sum(sides) for _, size in parts])
-        if y.size(dim) != expected:
-            raise ValueError(
-                f"{name} on rank {place.rank} of {place.world}: y is of size {y.size(dim)} "
-                f"in dim {dim}; expected {expected}, the runs of {self} with {sides[0]} and {sides[1]} tokens"
-            )
-        return selected(y, parts, dim)
+        return without_halo(f"{name} on rank {place.rank} of {place.world}", y, dim, runs, sides, self)
 
     def shift(self, x: torch.Tensor, n: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
         """Replace each token by the n-th one behind it, as labels of the next token; of the same document.
@@ -396,9 +406,8 @@ def checked_numbers(
 ) -> Layout:
     """Check a layout's group and a call's size along `dim`; return the core's numbers.
 
-    name: the argument that has the layout.
+    name: the argument that has the layout. at: names the tensor in messages: `exchange_together`.
     whole: whether the input has the whole sequence, not this rank's shard.
-    at: names the tensor in messages: `exchange_together`.
     """
     if not isinstance(layout, SequenceLayout):
         raise call.type_error(name, f"{layout!r:.200}", "a SequenceLayout or None")

@@ -29,6 +29,9 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
     "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
     "balanced": lambda group: SequenceLayout.balanced(DOCUMENTS, group),
+    "even, documents": lambda group: SequenceLayout.even(TOTAL, group).with_documents(DOCUMENTS),
+    "zigzag, documents": lambda group: SequenceLayout.zigzag(TOTAL, group).with_documents(DOCUMENTS),
+    "joint, documents": lambda group: SequenceLayout.joint(9, TOTAL - 9, group).with_documents(DOCUMENTS),
     "few tokens": lambda group: SequenceLayout.even(2, group),
 }
 
@@ -56,7 +59,7 @@ def check(rank: int, world: int, group: Group, heads: int, key_heads: int) -> No
     for kind, make in LAYOUTS.items():
         layout = make(group)
         total = layout.total
-        documents = DOCUMENTS if kind in ("packed", "balanced") else [total]
+        documents = DOCUMENTS if layout.is_packed else [total]
         shapes = (2, total, heads, 6), (2, total, key_heads, 6), (2, total, heads), (heads,)
         inputs = [torch.randn(shape, generator=generator) for shape in shapes]
         for dtypes in ((torch.float64,) * 4, (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)):

@@ -29,6 +29,14 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     **{name: partial(maker.of_total, TOTAL) for name, maker in MAKERS.items() if name != "packed"},
     "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
     "few tokens": lambda group: SequenceLayout.even(2, group),
+    # Documents in any cut; refined as ring x ulysses are, where ranks allow it.
+    "even, documents": lambda group: SequenceLayout.even(TOTAL, group).with_documents(DOCUMENTS),
+    "zigzag, documents": lambda group: SequenceLayout.zigzag(TOTAL, group).with_documents(DOCUMENTS),
+    "joint, documents": lambda group: SequenceLayout.joint(9, TOTAL - 9, group).with_documents(DOCUMENTS),
+    "hybrid, documents": lambda group: SequenceLayout(
+        "hybrid", (2 - group.size() % 2, TOTAL), group
+    ).with_documents(DOCUMENTS),
+    "few documents": lambda group: SequenceLayout.even(2, group).with_documents([0, 1, 0, 1]),
     "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
 }
 

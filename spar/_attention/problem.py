@@ -60,7 +60,7 @@ class Inputs:
     @property
     def listed(self) -> bool:
         """Whether any runs of documents lie on a rank, which then needs keys of few other ranks."""
-        return self.queries.kind == "balanced"
+        return self.queries.kind in ("balanced", "documents")
 
     @property
     def total_keys(self) -> int:

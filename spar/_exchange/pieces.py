@@ -218,6 +218,20 @@ def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
     return found
 
 
+def without_halo(
+    where: str, y: Tensor, dim: int, runs: Sequence[Piece], sides: tuple[int, int], layout: object
+) -> Tensor:
+    """Keep the runs of a tensor that has each with a halo of so many tokens; where, layout: for messages."""
+    parts = runs_in_halo(runs, *sides)
+    expected = sum([size + sum(sides) for _, size in parts])
+    if y.size(dim) != expected:
+        raise ValueError(
+            f"{where}: y is of size {y.size(dim)} in dim {dim}; expected {expected}, the runs of {layout} "
+            f"with {sides[0]} and {sides[1]} tokens"
+        )
+    return selected(y, parts, dim)
+
+
 def _ends(held: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
     """Return where each packed sequence begins and ends, of which some rank may hold nothing."""
     found: dict[int, tuple[int, int]] = {}
@@ -261,6 +275,14 @@ def fragments(layout: Layout, lengths: Sequence[int], world: int, rank: int) -> 
                 found.append(Fragment(number, at + first - run.start, first, last - first, low))
         at, number = at + run.size, number + 1
     return found
+
+
+def in_documents(layout: Layout, lengths: Sequence[int], world: int) -> tuple[int, ...]:
+    """Return the numbers of a layout of RUNS: where tokens lie, and which documents they are of."""
+    held = [fragments(layout, lengths, world, rank) for rank in range(world)]
+    runs = sorted([(x.start, rank, x.size) for rank, listed in enumerate(held) for x in listed])
+    sizes = [sum([x.size for x in listed]) for listed in held]
+    return (len(lengths), *lengths, *itertools.chain(*[run[1:] for run in runs]), *sizes)
 
 
 def within(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
