@@ -29,6 +29,9 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
     "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
     "balanced": lambda group: SequenceLayout.balanced(DOCUMENTS, group),
+    "even, documents": lambda group: SequenceLayout.even(TOTAL, group).with_documents(DOCUMENTS),
+    "zigzag, documents": lambda group: SequenceLayout.zigzag(TOTAL, group).with_documents(DOCUMENTS),
+    "joint, documents": lambda group: SequenceLayout.joint(9, TOTAL - 9, group).with_documents(DOCUMENTS),
     "few tokens": lambda group: SequenceLayout.even(2, group),
 }
 
@@ -111,6 +114,25 @@ def check(rank: int, world: int, group: Group, way: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_by_state_matches_one_process(ranks: Ranks, world: int, way: str) -> None:
     ranks(world, check, way)
+
+
+def check_without_tokens(rank: int, world: int, group: Group) -> None:
+    """No state travels, and the tensors come from exchanges, which the last rank, too, makes in backward."""
+    layout = SequenceLayout.even(world - 1, group).with_documents([1] * (world - 1))
+    shapes = [(2, layout.total, HEADS, width) for width in (VALUE, KEY, KEY)] + [(2, layout.total, HEADS)]
+    leaves = [torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    mine = [layout.shard(x, 1, None) for x in leaves]
+    y = spar.by_state(tensors=mine, layout=layout, state=(2, HEADS, KEY, VALUE), **WAYS["delta rule"])
+    expected = whole(delta_rule, leaves, [1] * layout.total)
+    torch.testing.assert_close(layout.gather(y, 1, None), expected)
+    found = torch.autograd.grad(y.sum(), leaves)
+    for x, e in zip(found, torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(x, e)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rank_without_tokens_exchanges_gradients(ranks: Ranks, world: int) -> None:
+    ranks(world, check_without_tokens)
 
 
 def check_errors(rank: int, world: int, group: Group) -> None:

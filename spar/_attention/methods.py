@@ -21,6 +21,7 @@ from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.gather import transpose_for
 from ..ops.heads import Dims, gather_heads, scatter_heads
+from ..ops.unused import depending_on
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import share
 from . import tiles
@@ -191,19 +192,10 @@ def _is_empty(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _nothing(problem: Problem, part: Part) -> Tensor:
-    """Return zeros [B, H, S, E] that depend on q, k, v, the mask and sinks.
-
-    So this rank records a gradient, and makes the exchanges of it, as its peers do. The product saves a
-    tensor: a checkpoint, which recomputes until the last one that was saved, makes the exchanges again.
-    """
+    """Return zeros [B, H, S, E] that depend on q, k, v, the mask and sinks, as the peers' results do."""
     q, k, v = part.tensors
     zeros = q.new_zeros(*q.shape[:-1], v.size(3))
-    for x in (q, k, v, problem.weights.mask, part.sinks):
-        if x is not None and x.is_floating_point():
-            none = x.narrow(-1, 0, 0)
-            # Autocast would sum in float32.
-            zeros = zeros + (none * none).sum(dtype=q.dtype)
-    return zeros
+    return depending_on(zeros, (q, k, v, problem.weights.mask, part.sinks))
 
 
 def _called(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

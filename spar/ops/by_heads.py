@@ -14,6 +14,7 @@ from .._exchange.arguments import Arguments, not_empty
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .heads import gather_heads, heads_of_ranks, scatter_heads
 from .items import as_items, from_items
+from .unused import depending_on
 
 _NAME = "by_heads"
 
@@ -83,7 +84,10 @@ def by_heads(
             shape = [*own[of_results[0]].shape[:3]]
             results = _checked(call, results, len(of_results), shape, isinstance(like, int))
         else:
-            results = [_nothing(own, own[index], head, parameters) for index in of_results]
+            # Without heads, but with the gradients of all tensors, which the peers exchange.
+            results = [
+                depending_on(own[index].narrow(head, 0, 0), (*own, *parameters)) for index in of_results
+            ]
         gathered = gather_heads(_NAME, as_items(results), heads, dims, layout)
         outputs = [from_items(x, y).contiguous() for x, y in zip(gathered, results, strict=True)]
         return outputs[0] if isinstance(like, int) else tuple(outputs)
@@ -152,13 +156,3 @@ def _checked(call: Arguments, results: Any, count: int, shape: list[int], one: b
             value = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise call.error("the result of fn", value, f"a tensor of shape {shape} and more")
     return listed
-
-
-def _nothing(own: Sequence[Tensor], like: Tensor, head: int, parameters: Sequence[Tensor | None]) -> Tensor:
-    """Return a result without heads that depends on all tensors, whose gradients the peers exchange."""
-    result = like.narrow(head, 0, 0)
-    for x in (*own, *parameters):
-        if x is not None and x.is_floating_point():
-            none = x.reshape(-1)[:0]
-            result = result + (none * none).sum(dtype=like.dtype)
-    return result

@@ -18,6 +18,7 @@ from .._exchange.arguments import Arguments, not_empty
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .fragments import Fragment, Lengths, fragments_of
 from .gather import transpose_for
+from .unused import depending_on
 
 _NAME = "by_state"
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -181,7 +182,7 @@ class _Passing:
                     outputs[i] = self.behind(part, alone, self.folded(gathered, before[i]))
             result = self.joined(outputs)
             # A rank that uses no state of others takes part in the gradient's exchange.
-            result = result + (gathered.reshape(-1)[:0] ** 2).sum().to(result.dtype)
+            result = depending_on(result, [gathered])
         else:
             result = self.joined(outputs)
         return result.contiguous()
@@ -198,7 +199,8 @@ class _Passing:
             assert output is not None
             rows.setdefault(fragment.row, []).append(output)
         if not rows:
-            return self.tensors[self.given.like]
+            # Peers with tokens exchange the gradients of all tensors.
+            return depending_on(self.tensors[self.given.like], self.tensors)
         return torch.cat([torch.cat(parts, self.seq) for parts in rows.values()])
 
     def alone(self, part: Sequence[Tensor], before: Sequence[int], continued: bool) -> _Alone:
@@ -279,10 +281,8 @@ class _Passing:
         """Gather the maps of all fragments that are continued, along a dim in front."""
         width = self.width + self.state[-1]
         own = torch.stack(list(maps)) if maps else self.zeros.new_zeros(0, *self.state[:-1], width)
-        for x in self.tensors:
-            if x.is_floating_point():
-                # All ranks record the exchange alike.
-                own = own + (x.reshape(-1)[:0] ** 2).sum().to(own.dtype)
+        # All ranks record the exchange alike.
+        own = depending_on(own, self.tensors)
         sizes = self.succession.sizes
         gathered: Tensor = transpose_for(_NAME, False, own, self.layout.group, 0, sizes, None)
         return gathered
