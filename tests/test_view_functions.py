@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
-from helpers.view_cases import PAIRS, Inputs, compare, compiled
+from helpers.view_cases import PAIRS, Inputs, compare, compiled, viewed
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spar import cal_split_sizes, shard_model
 from spar._view.call import rule_of
 from spar._view.functions import function_of
+from spar._view.part import part_of
 from spar._view.view import MEMORY
 
 # Exchanges over each transport are tested by other modules.
@@ -151,6 +152,19 @@ def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_spellings_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
     ranks(world, check_lines)
+
+
+def check_unseen(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """No mode sees these functions in C."""
+    assert part_of(viewed(group, lambda view, x: x.as_subclass(Tensor))) is not None
+    unseen = [lambda x: x.as_subclass(nn.Parameter), torch.utils.dlpack.to_dlpack, torch.to_dlpack]
+    for function in [*unseen, lambda x: torch.nested.nested_tensor([x[0], x[1]])]:
+        with pytest.raises(RuntimeError, match="would see this rank's part alone"):
+            viewed(group, lambda view, x, function=function: function(x))
+
+
+def test_functions_that_no_mode_sees_are_refused(ranks: Ranks) -> None:
+    ranks(2, check_unseen)
 
 
 class Layers(nn.Module):

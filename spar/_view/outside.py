@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoints
+import torch.utils.dlpack
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
@@ -26,7 +28,7 @@ from .eager import attending
 from .flex import intercepting
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
-from .view import View, current_view, without_view
+from .view import AS_WHOLE, View, current_view, without_view
 
 # They return their arguments: FSDP2's hooks.
 _IDENTITIES = ("torch.distributed.",)
@@ -44,6 +46,14 @@ _RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
 
 _BY_CLASS = "call the apply of the class, as in F.apply(x)"
 _calls = threading.local()  # is_own: whether torch's `apply` is called by `_call`
+# Functions in C that no mode sees.
+_UNSEEN = (
+    (Tensor, "as_subclass"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+    (torch.nested, "nested_tensor"),
+)
+
 _lock = threading.Lock()
 _entered = 0  # views, in all threads
 _restore = contextlib.ExitStack()
@@ -63,6 +73,8 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
+            for owner, name in _UNSEEN:
+                _replace(owner, name, _unseen(getattr(owner, name), name))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
                 _replace(kind, "__call__", _scripted(kind.__call__))
             flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -152,6 +164,21 @@ def _forward(cls: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         out = changed(lambda x: x.view_as(x) if x.requires_grad else x, out)
     ctx.mark_non_differentiable(*tensors_in(out))
     return out
+
+
+def _unseen(own: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is None or not _has_parts(args, kwargs):
+            return own(*args, **kwargs)
+        if name == "as_subclass" and args[1:] == (Tensor,):
+            return mark(own(*args), part_of(args[0]))
+        raise view.error(
+            name, "gets a sharded tensor, of which it would see this rank's part alone", AS_WHOLE
+        )
+
+    return call
 
 
 def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:

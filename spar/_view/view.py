@@ -28,7 +28,7 @@ from .rules.random import draws, may_draw, same_generators
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
-_AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
+AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
 _EVEN = "_spar_even"  # an uneven part's attribute: its even one, and what says that neither was changed since
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
 # Functions of which nobody could make the result right: they read or change memory of the part.
@@ -119,7 +119,7 @@ class View(Mode, TorchFunctionMode):
                 "compute them outside of the model, and average them over the ranks",
             )
         if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
-            raise self.error(function.name, "is in a torch.func transform of a part", _AS_WHOLE)
+            raise self.error(function.name, "is in a torch.func transform of a part", AS_WHOLE)
         is_drawn = may_draw(function.name) and draws(
             FunctionCall(self.parts, function.name, func, args, kwargs)
         )
@@ -223,7 +223,7 @@ class View(Mode, TorchFunctionMode):
             raise self.error(
                 name,
                 "reads or replaces the memory or the shape of a tensor that is sharded",
-                _AS_WHOLE,
+                AS_WHOLE,
             )
         if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
@@ -267,7 +267,7 @@ class View(Mode, TorchFunctionMode):
                 return body(*args, **kwargs)
         if not function.is_known and rule_of(name) is None:
             raise self.error(
-                name, "gets a sharded tensor, and torch does not say which arguments it writes", _AS_WHOLE
+                name, "gets a sharded tensor, and torch does not say which arguments it writes", AS_WHOLE
             )
         self._note_whole(name, "has no rule for these arguments")
         if self.recording:

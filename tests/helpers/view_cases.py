@@ -77,13 +77,17 @@ def compare(
     inputs: Inputs,
     limit: float = 1e-10,
     state: Any = None,
+    view: View | None = None,
 ) -> str | None:
-    """Run a function of (x, y, w, b, ids, mask) on whole tensors and on parts; return what differs."""
+    """Run a function of (x, y, w, b, ids, mask) on whole tensors and on parts; return what differs.
+
+    view: one that ran before; by default a new one.
+    """
     whole = inputs.leaves()
     _seed()
     expected = _tensors(function(*[_fresh(t) for t in whole[:2]], *whole[2:], inputs.ids, inputs.mask))
     place = place_of(group)
-    view = View(Parts(group, place.world, place.rank, state=state))
+    view = view or View(Parts(group, place.world, place.rank, state=state))
     mine = inputs.leaves()
     _seed()
     with warnings.catch_warnings():
