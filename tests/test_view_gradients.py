@@ -222,11 +222,15 @@ def models(reenters: bool | None) -> Iterator[tuple[str, Callable[[], Model]]]:
         yield "a module's hooks", with_hook
 
 
+def inputs(tokens: int) -> Tensor:
+    return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
 def check_gradients(rank: int, world: int, group: dist.ProcessGroup) -> None:
     for reenters in (None, False, True):
         for name, make in models(reenters):
             for tokens in (8, 7) if reenters is None else (7,):
-                x = torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+                x = inputs(tokens)
                 expected = gradients(make(), x)
                 model = make()
                 spar.shard_model(model, group, blocks=["blocks.*"])
@@ -245,6 +249,58 @@ def test_code_that_is_not_linear_gets_the_whole_gradient(ranks: Ranks, world: in
     ranks(world, check_gradients)
 
 
+def check_penalties(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A penalty on the gradient of an input, as written for one process; its own gradients are averaged."""
+
+    def penalty(model: Model, x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        out = model(x * 1)
+        (gradient,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        (gradient.square().sum() + out.square().mean()).backward()
+        return [
+            x for x in (gradient.detach(), x.grad, *[p.grad for p in model.parameters()]) if x is not None
+        ]
+
+    names = "a hook", "a Function", "a Function of two", "a bound Function", "a module's hooks"
+    cases = dict(models(None))
+    for name in (*names, *[f"{name}, whole" for name in names[:4]], "a Function of which one output is used"):
+        expected = penalty(cases[name](), inputs(7))
+        model = cases[name]()
+        spar.shard_model(model, group, blocks=["blocks.*"])
+        found = penalty(model, inputs(7))
+        for i, (own, one) in enumerate(zip(found, expected, strict=True)):
+            if i > 1:
+                dist.all_reduce(own, group=group)
+                own /= world
+            torch.testing.assert_close(own, one, rtol=1e-9, atol=1e-12, msg=f"{name} {i}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.filterwarnings("ignore:sharded Model")
+def test_penalties_on_gradients_of_inputs_are_exact(ranks: Ranks, world: int) -> None:
+    ranks(world, check_penalties)
+
+
+def check_transforms(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    model, x = Model(hooked(), hooked(), None), inputs(7)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    spar.shard_model(model, group, blocks=["blocks.*"])
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.vjp(model, x),
+        lambda: torch.func.vmap(lambda row: model(row[None])[0])(x),
+        lambda: torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(weights),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=rf"Model at .* {rank} of 2 is sharded, and in a tr"):
+            call()
+    torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), model(x))
+
+
+def test_transforms_of_torch_func_are_refused(ranks: Ranks) -> None:
+    ranks(2, check_transforms)
+
+
 def check_failing(rank: int, world: int, group: dist.ProcessGroup) -> None:
     def raised(gradient: Tensor) -> Tensor:
         assert list(gradient.shape) == [2, 8, WIDTH]
@@ -255,7 +311,7 @@ def check_failing(rank: int, world: int, group: dist.ProcessGroup) -> None:
     def of_other_shape(gradient: Tensor) -> Tensor:
         return gradient.mean(1, keepdim=True)
 
-    x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    x = inputs(8)
     model = Model(hooked(), hooked(raised), None)
     spar.shard_model(model, group, blocks=["blocks.*"])
     with pytest.raises((ZeroDivisionError, spar.MismatchError), match="one rank alone"):

@@ -18,7 +18,7 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from ..ops.gather import all_gather, reduce_scatter
 from ..sizes import cal_split_sizes
-from .part import Part, Parts, mark, part_of
+from .part import Part, Parts, changed, mark, part_of, tensors_in
 
 Hook = Callable[[Tensor | None], Tensor | None]
 
@@ -48,6 +48,23 @@ class WholeGradients:
             return None
         self.is_recorded |= torch.is_grad_enabled()
         return mean_of_shares(self.parts, share)
+
+
+def average_inputs(parts: Parts, args: Any, kwargs: Any) -> Any:
+    """Return a model's arguments, such that the gradients of inputs are the mean of the ranks' shares.
+
+    With respect to an input a penalty may use them as they are; recorded, they have exact gradients.
+    """
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors_in(args, kwargs)):
+        return args, kwargs
+
+    def averaged(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda share: None if share is None else mean_of_shares(parts, share))
+        return x
+
+    return changed(averaged, (args, kwargs))
 
 
 class _Gathered(torch.autograd.Function):

@@ -26,7 +26,7 @@ from .caches import follow
 from .experts import are_experts, run_experts
 from .images import shard_rows
 from .inputs import check_equal
-from .outside import again, intercepted
+from .outside import again, enter_inputs, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
 from .report import Report
 from .view import Around, View, current_view, without_view
@@ -292,6 +292,7 @@ class _ModelForward(_Forward):
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 view.parts.device = _device_of(sharded.model)
+                args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if not sharded.compared:
                     names = inspect.signature(self.own).parameters
                     check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)

@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 import torch.utils.dlpack
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
@@ -26,6 +27,7 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from .eager import attending
 from .flex import intercepting
+from .gradients import average_inputs
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
@@ -96,6 +98,19 @@ def intercepted(view: View) -> Iterator[None]:
             _entered -= 1
             if _entered == 0:
                 _restore.close()
+
+
+def enter_inputs(view: View, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return a model's arguments, such that backward averages the gradients of inputs; check transforms."""
+    if maybe_current_level() is not None:
+        held = [*tensors_in(args, kwargs), *model.parameters(), *model.buffers()]
+        if any(map(is_functorch_wrapped_tensor, held)):
+            raise view.error(
+                type(model).__name__,
+                "is sharded, and in a transform of torch.func",
+                "use torch.autograd.forward_ad for a jvp, and torch.autograd.grad for gradients",
+            )
+    return average_inputs(view.parts, args, kwargs)
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
