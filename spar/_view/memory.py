@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from math import prod
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -41,4 +42,6 @@ def has_no_gaps(x: Tensor, dim: int) -> bool:
 
 def _is_basic(index: Any) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(entry, (Tensor, list, range)) for entry in entries)
+    return all(
+        entry is None or entry is Ellipsis or isinstance(entry, (slice, Integral)) for entry in entries
+    )

@@ -10,7 +10,7 @@ from .._exchange.arguments import Arguments
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
 from .._exchange.pieces import Plan, plan_pieces
-from .part import Part, mark, part_of
+from .part import Part, in_order_of, mark, part_of
 
 
 def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
@@ -24,10 +24,10 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
         return x
     plan = _plan(own, part, start)
     if plan is None:
-        return mark(x.clone(memory_format=torch.contiguous_format), part)
+        return mark(x.clone(memory_format=torch.preserve_format), part)
     with Arguments("a sharded model", x, part.parts.group) as call:
         out = gather_pieces(call, plan, [x], own.dim, f"part at {start}")[0]
-    return mark(out, part)
+    return mark(in_order_of(out, x), part)
 
 
 def _plan(own: Part, wanted: Part, start: int) -> Plan | None:
@@ -35,14 +35,14 @@ def _plan(own: Part, wanted: Part, start: int) -> Plan | None:
     known, key = own.parts.moves, (own, wanted, start)
     if key not in known:
         ranks = range(own.parts.world)
-        held = [_runs(own, rank) for rank in ranks]
-        pieces = [[(start + run.start, run.size) for run in _runs(wanted, rank)] for rank in ranks]
+        held = [runs_of(own, rank) for rank in ranks]
+        pieces = [[(start + run.start, run.size) for run in runs_of(wanted, rank)] for rank in ranks]
         is_there = pieces == [[(run.start, run.size) for run in each] for each in held]
         known[key] = None if is_there else plan_pieces(held, pieces, own.parts.rank)
     return known[key]
 
 
-def _runs(part: Part, rank: int) -> list[Piece]:
+def runs_of(part: Part, rank: int) -> list[Piece]:
     """Return the runs of a whole dim that a rank holds, in order."""
     before, after = part.padding
     found = [Piece(0, before, 0)] if before and rank == 0 else []

@@ -299,13 +299,15 @@ class Parts:
         part = part_of(x)
         if part is None:
             return x
-        if part.is_plain:
-            return self._gathered(x, part.lengths, part.dim)
         rows = part.rows
-        if rows is not None:
-            return rows.all_gather(x, part.dim)
-        flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))
-        return self._gathered(flat, part.lengths, part.dim + 1).flatten(part.dim, part.dim + 2)
+        if part.is_plain:
+            whole = self._gathered(x, part.lengths, part.dim)
+        elif rows is not None:
+            whole = rows.all_gather(x, part.dim)
+        else:
+            flat: Tensor = x.unflatten(part.dim, (part.outer, part.held, part.inner))
+            whole = self._gathered(flat, part.lengths, part.dim + 1).flatten(part.dim, part.dim + 2)
+        return in_order_of(whole, x)
 
     def _gathered(self, x: Tensor, lengths: tuple[int, ...], dim: int) -> Tensor:
         if len(lengths) < 2 or self.state is None:
@@ -313,6 +315,22 @@ class Parts:
         shards = x.split([self.held((length,)) for length in lengths], dim)
         found = [self._gathered(y, (length,), dim) for y, length in zip(shards, lengths, strict=True)]
         return torch.cat(found, dim)
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dims of a part, from the outermost in memory to the innermost."""
+    # Of dims of one stride, the inner one has size 1 or 0 here.
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
+
+
+def in_order_of(out: Tensor, x: Tensor) -> Tensor:
+    """Return a contiguous tensor with its dims in memory as those of x, as it would be in one process."""
+    order = memory_order(x)
+    if order == sorted(order):
+        return out
+    dense = out.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(dim) for dim in range(len(order))])
 
 
 def part_of(x: Any) -> Part | None:

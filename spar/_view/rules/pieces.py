@@ -7,6 +7,7 @@ Inside of a sequence, a cut moves tokens, such that each rank has its part of ei
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -135,7 +136,7 @@ def select(call: FunctionCall) -> Plan | None:
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
     """Return a basic index of the part, and the part of its result; None if it needs the whole."""
     entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(entry, (Tensor, list, bool, range)) or _has_tensor(entry) for entry in entries):
+    if not all(map(_is_basic, entries)):
         return None
     if all(entry is not Ellipsis for entry in entries):
         entries = (*entries, Ellipsis)
@@ -167,6 +168,14 @@ def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] |
             local.append(entry)
             dim += 1
     return None if result is None else (tuple(local), result)
+
+
+def _is_basic(entry: Any) -> bool:
+    """Whether an entry of an index is none of several places, as a tuple in it is, and no tensor."""
+    if isinstance(entry, slice):
+        return not _has_tensor(entry)
+    is_int = isinstance(entry, Integral) and not isinstance(entry, bool)
+    return entry is None or entry is Ellipsis or is_int
 
 
 def _has_tensor(entry: Any) -> bool:

@@ -25,6 +25,10 @@ def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list
             return None
         sizes[dims[0]] = part.local
         return sizes, part.at(dims[0])
+    if not prod(shape):  # no elements say which dim goes where
+        dims = [d for d, size in enumerate(sizes) if size == part.whole]
+        found = part.at(min(dims, key=lambda d: prod(sizes[:d]) != before)) if dims else None
+        return None if found is None else ([*sizes[: found.dim], found.local, *sizes[found.dim + 1 :]], found)
     best: tuple[int, int, int, int] | None = None
     front = 1
     for dim, size in enumerate(sizes):
