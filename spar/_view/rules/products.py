@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from math import prod
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..part import Part, part_of, whole_numel, whole_shape
 from ..sums import sum_over_ranks
+from .rows import reduced
 
 
 def work(local: int, x: Tensor, part: Part | None) -> tuple[int, int]:
@@ -85,39 +87,50 @@ def product_and_sum(call: FunctionCall) -> Plan | None:
 
 @rule("einsum")
 def einsum(call: FunctionCall) -> Plan | None:
-    """Contract the part: a letter of tokens that is summed over is summed over the ranks, too."""
-    equation = call.get(0, "equation")
-    operands = call.tensors
-    if not isinstance(equation, str) or "..." in equation:
+    """Contract the part: a letter of tokens that is summed over is summed over the ranks, too.
+
+    Operands that are parts of another letter become whole. A sum as long as the part is left on the ranks.
+    """
+    equation, operands = call.get(0, "equation"), call.tensors
+    found = _terms(equation, operands) if isinstance(equation, str) else None
+    if found is None:
         return None
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if not arrow or [len(term) for term in terms] != [x.dim() for x in operands]:
-        return None
+    terms, output = found
     pairs = list(zip(terms, operands, strict=True))
-    found = [(term, part) for term, x in pairs if (part := part_of(x)) is not None]
-    letter, first = found[0][0][found[0][1].dim], found[0][1]
-    if any(term[part.dim] != letter or part.at(0) is not first.at(0) for term, part in found):
+    parts = [(term[part.dim], part) for term, x in pairs if (part := part_of(x)) is not None]
+    letter, part = next(((letter, part) for letter, part in parts if letter in output), parts[0])
+    if any(term.count(letter) > 1 for term in (*terms, output)):
         return None
-    if any(term.count(letter) > 1 for term in terms):
+    wanted = [part.at(term.index(letter)) if letter in term else None for term in terms]
+    if any(
+        to is not None and whole_shape(x)[to.dim] != part.whole
+        for to, x in zip(wanted, operands, strict=True)
+    ):
         return None
-    wholes = [id(x) for x in operands if part_of(x) is None]
-    if len(set(wholes)) < len(wholes):  # one tensor would be of several parts
-        return None
-    wanted = [(x, first.at(term.index(letter))) for term, x in pairs if letter in term]
-    if any(whole_shape(x)[part.dim] != first.whole for x, part in wanted):
-        return None
+    moves = tuple([(i, to) for i, to in enumerate(wanted) if part_of(operands[i]) is not to])
     sizes = {name: size for term, x in pairs for name, size in zip(term, whole_shape(x), strict=True)}
-    whole = prod(sizes.values())
-    share = whole // max(first.whole, 1) * first.local, whole
+    share = shared(prod(sizes.values()), part)
     if letter in output:
-        return Plan(first.at(output.index(letter)), moves_to(call, wanted), work=share)
-    parts, function = call.parts, call.function
-    return Plan(
-        moves=moves_to(call, wanted),
-        run=lambda *args: sum_over_ranks(parts, function(*args)),
-        work=share,
-    )
+        return Plan(part.at(output.index(letter)), moves, work=share)
+    group, function = call.parts, call.function
+    if part.dim < len(output) and sizes[output[part.dim]] == part.whole and not part.is_padded:
+        return Plan(part, moves, run=lambda *args: reduced(function(*args), part), work=share)
+    return Plan(moves=moves, run=lambda *args: sum_over_ranks(group, function(*args)), work=share)
+
+
+def _terms(equation: str, operands: list[Tensor]) -> tuple[list[str], str] | None:
+    """Return a letter for each dim of the operands, and of the result; None if the equation has no arrow."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms, dims, free = inputs.split(","), [], ""
+    for term, x in zip(terms, operands, strict=False):
+        dims.append(x.dim() - len(term.replace("...", "")))
+        free = "0123456789"[: max(len(free), dims[-1])] if "..." in term else free
+    if not arrow or len(terms) != len(operands) or max(dims) > 10:
+        return None
+    if any(count < 0 or (count and "..." not in term) for count, term in zip(dims, terms, strict=True)):
+        return None
+    each = [t.replace("...", free[len(free) - n :]) for t, n in zip(terms, dims, strict=True)]
+    return each, output.replace("...", free)
 
 
 @rule("layer_norm rms_norm")
@@ -135,8 +148,12 @@ def norm(call: FunctionCall) -> Plan | None:
 
 @rule("embedding")
 def embedding(call: FunctionCall) -> Plan | None:
-    index, weight = call.input, call.get(1, "weight")
+    is_native = call.function is not F.embedding  # torch.embedding has the weight first
+    weight = call.get(0, "weight") if is_native else call.get(1, "weight")
+    index = call.get(1, "indices") if is_native else call.input
     part = part_of(index)
-    if call.get(3, "max_norm") is not None or call.get(5, "scale_grad_by_freq", default=False):
+    if not is_native and call.get(3, "max_norm") is not None:
         return None  # of all tokens
+    if call.get(3 if is_native else 5, "scale_grad_by_freq", default=False):
+        return None
     return None if part is None or part_of(weight) is not None else Plan(part)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
+from ..call import FunctionCall, Plan, moves_to, rule
 from ..moving import moved
 from ..part import Part, Parts, mark, part_of, whole_shape
 from ..sums import sum_over_ranks
@@ -31,8 +31,7 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
     """Take rows: each rank its part of them."""
     parts, part = call.parts, call.part
     if part is not None and part.dim != dim:
-        return None
-
+        return _of_other_dim(call, part, index)
     name, function, at = call.name, call.function, 1 if call.name == "__getitem__" else 2
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -40,12 +39,19 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
         x, index = parts.gather(given.input), given.get(at, "index")
         index = _places(parts, index[-1] if isinstance(index, tuple) else index)
         if index.size(0) < parts.world:
-            return _taken(x, dim, index)
+            return _taken(name, x, dim, index)
         taken = parts.part(dim, (index.size(0),))
-        own: Tensor = mark(_taken(x, dim, parts.shard(index, taken.at(0))), taken)
+        own: Tensor = mark(_taken(name, x, dim, parts.shard(index, taken.at(0))), taken)
         return own
 
     return Plan(run=run)
+
+
+def _of_other_dim(call: FunctionCall, part: Part, index: Tensor) -> Plan:
+    """Take from each rank's tokens what a whole index says; it may be a mask, whose size says nothing."""
+    function = call.function
+    moves = moves_to(call, [(index, None)])
+    return Plan(moves=moves, run=lambda *args, **kwargs: mark(function(*args, **kwargs), part))
 
 
 def _places(parts: Parts, index: Tensor) -> Tensor:
@@ -53,8 +59,8 @@ def _places(parts: Parts, index: Tensor) -> Tensor:
     return whole.nonzero().squeeze(1) if whole.dtype in (torch.bool, torch.uint8) else whole
 
 
-def _taken(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return x[(slice(None),) * dim + (index,)]
+def _taken(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return x.index_select(dim, index) if name == "index_select" else x[(slice(None),) * dim + (index,)]
 
 
 @rule("index_select")
@@ -112,7 +118,7 @@ def added(call: FunctionCall) -> Plan | None:
         index, source = given.get(2, "index"), given.get(3, "src", "source")
         own = _part(parts, index, of_source.at(at))
         total = getattr(x.new_zeros(shape), method)(dim, own, source)
-        total = sum_over_ranks(parts, total) if part is None else _reduced(total, part)
+        total = sum_over_ranks(parts, total) if part is None else reduced(total, part)
         return x.add_(total) if is_inplace else x + total
 
     return Plan(part, run=run)
@@ -134,7 +140,7 @@ def _part(parts: Parts, x: Tensor, part: Part) -> Tensor:
     return parts.shard(parts.gather(x), part)
 
 
-def _reduced(x: Tensor, part: Part) -> Tensor:
+def reduced(x: Tensor, part: Part) -> Tensor:
     """Return this rank's part of the sum over the ranks."""
     one = part.parts.part(part.dim, (part.whole,))
     return moved(mark(part.parts.layout(one.lengths).reduce_scatter(x, part.dim), one), part)
