@@ -98,8 +98,10 @@ def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     if name in ("conv1d", "conv2d", "conv3d"):
         stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
         strides = [stride] if isinstance(stride, int) else list(stride)
-        steps = prod(strides * (a.dim() - 2) if len(strides) == 1 else strides)
-        return whole_numel(a) // max(a.size(1) * steps, 1) * b.numel()
+        steps = prod(strides * (b.dim() - 2) if len(strides) == 1 else strides)
+        return whole_numel(a) // max(whole_shape(a)[1 - b.dim()] * steps, 1) * b.numel()
+    if name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+        return whole_numel(a) * b.numel() // max(b.size(0), 1)
     return 0
 
 

@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     metadata,
     pieces,
     pointwise,
+    pools,
     products,
     random,
     reductions,

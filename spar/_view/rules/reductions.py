@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, rule
-from ..part import whole_shape
+from ..part import Part, whole_shape
 from ..sums import sum_over_ranks
+from .moments import corrected, moments, root, softmax
 from .pointwise import pointwise
 
 _NO_DIM = object()
@@ -19,8 +20,8 @@ _NO_DIM = object()
 _BY_DIM: dict[tuple[int, Any], str] = {
     (1, _NO_DIM): "softmax log_softmax softmin cumsum cumprod",
     (1, None): """
-    mean sum nansum amax amin max min argmax argmin any all prod var std logsumexp count_nonzero median
-    nanmean aminmax
+    mean sum nansum amax amin max min argmax argmin any all prod var std var_mean std_mean logsumexp
+    count_nonzero median nanmean aminmax
     """,
     (1, -1): "glu sort argsort",
     (2, None): "norm linalg_norm linalg_vector_norm",
@@ -30,6 +31,8 @@ _BY_DIM: dict[tuple[int, Any], str] = {
 _ALONG = {name: place for place, names in _BY_DIM.items() for name in names.split()}
 _SAME_SIZE = "softmax log_softmax softmin cumsum cumprod glu sort argsort topk normalize"
 _KEEP_SIZE = frozenset(_SAME_SIZE.split())
+_SUMS = frozenset({"sum", "mean"})
+_VARIANCES = frozenset({"var", "std", "var_mean", "std_mean"})
 
 
 @rule(" ".join(_ALONG))
@@ -42,16 +45,51 @@ def along(call: FunctionCall) -> Plan | None:
     at, default = _ALONG[call.name]
     dim = call.get(at, "dim", "axis", default=default)
     every = dim is None or dim == () or dim == []
-    if dim is _NO_DIM or isinstance(dim, bool) or (every and call.name not in ("sum", "mean")):
+    if dim is _NO_DIM or isinstance(dim, bool) or (every and call.name not in _SUMS | _VARIANCES):
         return None
     dims = list(range(x.dim())) if every else call.dims(x, dim)
     if part.dim in dims:
-        return _summed(call, dims) if call.name in ("sum", "mean") else None
+        return _merged(call, part, dims)
     if call.name in _KEEP_SIZE or call.get(
-        3 if call.name in ("var", "std") else at + 1, "keepdim", default=False
+        3 if call.name in _VARIANCES else at + 1, "keepdim", default=False
     ):
         return Plan(part)
     return Plan(part.at(part.dim - sum(d < part.dim for d in dims)))
+
+
+def _merged(call: FunctionCall, part: Part, dims: list[int]) -> Plan | None:
+    """Reduce each rank's tokens, and merge what the ranks find."""
+    if call.name in _SUMS:
+        return _summed(call, dims)
+    if call.name in _VARIANCES:
+        return _varied(call, part, dims)
+    if call.name not in ("softmax", "log_softmax"):
+        return None
+    is_log = call.name == "log_softmax"
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kinds = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
+        return softmax(part, x.to(kinds[0]) if kinds else x, is_log)
+
+    return Plan(part, run=run)
+
+
+def _varied(call: FunctionCall, part: Part, dims: list[int]) -> Plan:
+    """Merge the ranks' means and variances."""
+    keep, name, function = bool(call.get(3, "keepdim", default=False)), call.name, call.function
+    shape = whole_shape(call.input)
+    count = prod([shape[d] for d in dims])
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_complex():
+            return function(part.parts.gather(x), *args, **kwargs)
+        correction = kwargs.get("correction", args[1] if len(args) > 1 else kwargs.get("unbiased"))
+        mean, var = moments(part, x, dims, keep)
+        var = corrected(var, count, 1 if correction is None else correction).to(x.dtype)
+        out = root(var) if name.startswith("std") else var
+        return (out, mean.to(x.dtype)) if name.endswith("mean") else out
+
+    return Plan(run=run)
 
 
 def _summed(call: FunctionCall, dims: list[int]) -> Plan:

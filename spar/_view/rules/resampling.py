@@ -4,37 +4,35 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
 from ..part import Part, mark, whole_shape
-from .spatial import along, on_rows, one_run
+from .pools import fewer
+from .windows import along, each, format_of, on_rows, windowed
 
 _WEIGHTED = ("linear", "bilinear", "bicubic", "trilinear")  # modes that leave a dim as it is by a factor of 1
-
-
-def _fewer(part: Part, times: int) -> tuple[Part, Part] | None:
-    """Return a part of which each block of rows lies on one rank, and the part of one row for each block."""
-    found = one_run(part, times) if part.inner % times else part
-    if found is None:
-        return None
-    return found, part.parts.part(found.dim, found.lengths, found.outer, found.inner // times)
+# Modes by what they are in one dim: those that read one row or two of each.
+_RAMPS = dict.fromkeys(("linear", "bilinear", "trilinear"), "linear") | {
+    mode: mode for mode in ("nearest", "nearest-exact")
+}
 
 
 @rule("interpolate")
 def interpolate(call: FunctionCall) -> Plan | None:
-    """Repeat rows by a factor that rounds to the same rows on each rank."""
+    """Repeat rows by a factor that rounds to the same rows on each rank, or make each of one or two rows."""
     x, part = call.input, call.part
-    if part is None or part.is_padded:
+    if part is None or part.dim == 1:
         return None
     function, axis, dims, whole = call.function, part.dim - 2, x.dim() - 2, whole_shape(x)[part.dim]
     arguments = inspect.signature(F.interpolate)
 
-    def times(*args: Any, **kwargs: Any) -> int | None:
-        given = arguments.bind(*args, **kwargs).arguments
+    def times(given: dict[str, Any]) -> int | None:
         size, mode = given.get("size"), given.get("mode", "nearest")
         if axis < 0:
             return 1
@@ -44,24 +42,51 @@ def interpolate(call: FunctionCall) -> Plan | None:
         powers = mode == "nearest-exact" or (mode == "nearest" and not int(factor) & int(factor) - 1)
         return int(factor) if powers and factor >= 1 and factor == int(factor) else None
 
-    if times(*call.args, **call.kwargs) is None:
+    asked = arguments.bind(*call.args, **call.kwargs).arguments
+    is_ramp = axis >= 0 and asked.get("mode", "nearest") in _RAMPS and not asked.get("antialias")
+    if not is_ramp and (part.is_padded or times(asked) is None):
         return None
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         """Decide again: a plan serves calls with other floats, too."""
-        factor, given = times(*args, **kwargs), arguments.bind(*args, **kwargs)
-        x = given.arguments.pop("input")
-        size = given.arguments.get("size")
-        if factor is None:
-            whole: Tensor = function(part.parts.gather(x), **given.arguments)
-            return whole
+        given = arguments.bind(*args, **kwargs).arguments
+        factor, x, size = times(given), given.pop("input"), given.get("size")
+        if factor is None or part.is_padded:
+            ramped = _of_rows(function, part, x, given) if is_ramp else None
+            return function(part.parts.gather(x), **given) if ramped is None else ramped
         if size is not None and axis >= 0:
             local = max(part.local, 1) * factor
-            given.arguments["size"] = [local if i == axis else along(size, i) for i in range(dims)]
-        out = on_rows(lambda x: function(x, **given.arguments), x, part.dim)
+            given["size"] = [local if i == axis else along(size, i) for i in range(dims)]
+        out = on_rows(lambda x: function(x, **given), x, part.dim)
         return mark(out, part.repeated(1, factor))
 
     return Plan(run=run)
+
+
+def _of_rows(function: Callable[..., Tensor], part: Part, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+    """Interpolate between the rows that the function itself finds: its result of a ramp says which."""
+    dim, axis, dims, mode = part.dim, part.dim - 2, x.dim() - 2, given.get("mode", "nearest")
+    ramp = torch.arange(part.whole, dtype=torch.float64, device="cpu")[None, None]
+    in_axis = {name: along(value, axis) for name, value in given.items() if name in ("size", "scale_factor")}
+    places = function(ramp, **{**given, **in_axis, "mode": _RAMPS[mode]})[0, 0]
+    first, last = places.floor().long(), places.ceil().long()
+    found = windowed(part, len(places), lambda a, b: (int(first[a]), int(last[b - 1]) + 1))
+    if found is None:
+        return None
+    (result, take), rest = found, dict(given)
+    start = sum(result.sizes[: part.parts.rank])
+    own, rows = slice(start, start + result.local), take(x)
+    for name, same in (("size", max(rows.size(dim), 1)), ("scale_factor", 1.0)):
+        if given.get(name) is not None:
+            rest[name] = [same if i == axis else value for i, value in enumerate(each(given[name], dims))]
+    rows = on_rows(lambda x: function(x, **rest), rows, dim)
+    offset = int(first[start]) if result.local else 0
+    low, high = (rows.index_select(dim, (at[own] - offset).to(x.device)) for at in (first, last))
+    if mode in _WEIGHTED:
+        shape = [-1 if i == dim else 1 for i in range(x.dim())]
+        weight = (places - first)[own].to(rows).view(shape)
+        low = torch.lerp(low, high, weight)
+    return mark(low.contiguous(memory_format=format_of(x)), result)
 
 
 @rule("pixel_shuffle pixel_unshuffle")
@@ -73,7 +98,7 @@ def pixels(call: FunctionCall) -> Plan | None:
         return None
     found: tuple[Part, Part] | None = part, part
     if part.dim > x.dim() - 3:
-        found = (part, part.repeated(1, times)) if call.name == "pixel_shuffle" else _fewer(part, times)
+        found = (part, part.repeated(1, times)) if call.name == "pixel_shuffle" else fewer(part, times)
     if found is None:
         return None
     function, dim, least = call.function, part.dim, times if part.dim > x.dim() - 3 else 1
@@ -82,31 +107,3 @@ def pixels(call: FunctionCall) -> Plan | None:
         return on_rows(lambda x: function(x, *args, **kwargs), input, dim, least)
 
     return Plan(found[1], moves_to(call, [(x, found[0])]), run=run)
-
-
-@rule("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d")
-def pool(call: FunctionCall) -> Plan | None:
-    """Reduce blocks of rows that lie on one rank."""
-    x, part = call.input, call.part
-    if part is None or part.is_padded:
-        return None
-    names = ("stride", "padding") if call.name.startswith("avg") else ("stride", "padding", "dilation")
-    kernel = call.get(1, "kernel_size")
-    stride, padding, *dilation = (call.get(2 + i, name) for i, name in enumerate(names))
-    if call.get(6, "return_indices") and not call.name.startswith("avg"):
-        return None
-    function, dim, axis = call.function, part.dim, part.dim - x.dim() + int(call.name[-2])
-
-    size = along(kernel, axis) if axis >= 0 else 1
-
-    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return on_rows(lambda x: function(x, *args, **kwargs), input, dim, size)
-
-    if axis < 0:
-        return Plan(part, run=run)
-    moves = size if stride is None or stride in ((), []) else along(stride, axis)
-    aligned = moves == size and not along(padding or 0, axis)
-    if not are_ints((size, moves)) or not aligned or any(along(value or 1, axis) != 1 for value in dilation):
-        return None
-    found = _fewer(part, size)
-    return None if found is None else Plan(found[1], moves_to(call, [(x, found[0])]), run=run)

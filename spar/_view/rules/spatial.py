@@ -11,27 +11,10 @@ from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
-from ..part import Part, part_of
+from ..part import Part, in_order_of, part_of
 from ..report import multiply_adds
 from .products import shared
-
-
-def along(value: Any, axis: int) -> Any:
-    """Return an argument for one of the spatial dims: it may be one for all of them."""
-    if not isinstance(value, (tuple, list)):
-        return value
-    return value[axis] if len(value) > 1 else value[0]
-
-
-def on_rows(function: Callable[[Tensor], Tensor], x: Tensor, dim: int, least: int = 1) -> Tensor:
-    """Run a function that needs rows; on a rank without any it runs on zeros, and its result is dropped.
-
-    An empty result that is derived from all that others' are lets the rank take part in backward's exchanges.
-    """
-    if x.size(dim):
-        return function(x)
-    shape = [*x.shape[:dim], least, *x.shape[dim + 1 :]]
-    return function(torch.cat([x, x.new_zeros(shape)], dim)).narrow(dim, 0, 0)
+from .windows import along, each, on_rows, one_run, windowed
 
 
 class _Window(NamedTuple):
@@ -48,50 +31,74 @@ class _Window(NamedTuple):
     padding: int
 
 
+Strategy = Callable[[Callable[..., Tensor], Tensor], Tensor]
+
+
 @rule("conv1d conv2d conv3d")
 def convolution(call: FunctionCall) -> Plan | None:
     """Convolve samples, or rows with those of the neighbours."""
     x, weight, part = call.input, call.get(1, "weight"), call.part
-    if part is None or part.dim == 1 or x.dim() != weight.dim():
-        return None
-    if any(part_of(t) is not None for t in call.tensors[1:]):
+    axis = _axis(call)
+    if part is None or axis is None:
         return None
     amount = multiply_adds(call.name, call.args, call.kwargs)
-    window = _window(call, weight, part.dim - 2) if part.dim > 1 else _Window(1, 1, 0)
+    window = _window(call, weight, axis) if axis >= 0 else _Window(1, 1, 0)
     if window == _Window(1, 1, 0):
         return Plan(part, work=shared(amount, part))
     if window is None:
         return None
     found = _halo(part, window)
-    moved_to = part if found is not None else one_run(part, window.stride)
-    if moved_to is None:
-        return None
-    part = moved_to
-    found = found or _halo(part, window)
+    moved_to = one_run(part) if found is None and window.stride == 1 else None
+    if moved_to is not None:
+        found, part = _halo(moved_to, window), moved_to
     if found is None:
-        return None
+        return _windows(call, axis, window, amount)
     result, before, after = found
-    run = _convolved(call.function, part, window, before, after, result.padding[1])
+    rows = _edged(part, window) or _in_halo(part, window, before, after, result.padding[1])
+    run = _convolved(call.function, axis, rows)
     return Plan(result, moves_to(call, [(x, part)]), run=run, work=shared(amount, part))
 
 
-def one_run(part: Part, unit: int = 1) -> Part | None:
-    """Return a part of the same dim, one run of units of rows on each rank; None if they are too few."""
-    count, rest = divmod(part.whole, unit)
-    if rest or count < part.parts.world or part.parts.state is not None:
+def _axis(call: FunctionCall) -> int | None:
+    """Return the spatial dim that the input is a part of, below 0 for samples; None for channels."""
+    x, weight, part = call.input, call.get(1, "weight"), call.part
+    if part is None or any(part_of(t) is not None for t in call.tensors[1:]):
         return None
-    return part.parts.part(part.dim, (count,), 1, unit)
+    axis = part.dim - x.dim() + weight.dim() - 2
+    return None if axis == -1 else axis
 
 
 def _window(call: FunctionCall, weight: Tensor, axis: int) -> _Window | None:
     stride, dilation = (
         along(call.get(at, name, default=1), axis) for at, name in ((3, "stride"), (5, "dilation"))
     )
-    padding = along(call.get(4, "padding", default=0), axis)
-    padding = 0 if padding == "valid" else padding
-    if not are_ints((stride, dilation, padding)):
+    sides = _sides(weight, call.get(4, "padding", default=0), call.get(5, "dilation", default=1))
+    if sides is None or not are_ints((stride, dilation, sides[axis])):
         return None
-    return _Window(dilation * (weight.size(axis + 2) - 1) + 1, stride, padding)
+    return _Window(dilation * (weight.size(axis + 2) - 1) + 1, stride, sides[axis])
+
+
+def _sides(weight: Tensor, padding: Any, dilation: Any) -> list[Any] | None:
+    """Return the padding of each spatial dim; None if it differs between the two sides of one."""
+    dims = weight.dim() - 2
+    if padding != "same":
+        return each(0 if padding == "valid" else padding, dims)
+    totals = [by * (size - 1) for by, size in zip(each(dilation, dims), weight.shape[2:], strict=True)]
+    return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
+
+
+def _windows(call: FunctionCall, axis: int, window: _Window, amount: int) -> Plan | None:
+    """Convolve, for an even part of the result, the rows that it is made of."""
+    span, stride, padding = window
+    part = call.part
+    assert part is not None
+    count = (part.whole + 2 * padding - span) // stride + 1
+    found = windowed(part, count, lambda a, b: (a * stride - padding, (b - 1) * stride - padding + span))
+    if found is None:
+        return None
+    result, take = found
+    run = _convolved(call.function, axis, lambda convolved, x: on_rows(convolved, take(x), part.dim, span))
+    return Plan(result, run=run, work=shared(amount, result))
 
 
 def _halo(part: Part, window: _Window) -> tuple[Part, int, int] | None:
@@ -112,15 +119,8 @@ def _halo(part: Part, window: _Window) -> tuple[Part, int, int] | None:
     return (result, before, after) if 0 <= more < window.stride else None
 
 
-def _convolved(
-    function: Callable[..., Tensor], part: Part, window: _Window, before: int, after: int, more: int
-) -> Callable[..., Tensor]:
-    """Return what convolves a rank's rows; more: rows of the result behind those of the last rank's."""
-    layout, dim, rank = part.rows, part.dim, part.parts.rank
-    assert layout is not None
-    start = 0 if rank else part.padding[0]
-    rows = part.held * part.inner + before + after if part.held else 0
-    edged = _edged(part, window)
+def _convolved(function: Callable[..., Tensor], axis: int, rows: Strategy) -> Callable[..., Tensor]:
+    """Return what convolves a rank's rows; `rows` calls the convolution with them and those around them."""
 
     def run(
         input: Tensor,
@@ -131,17 +131,31 @@ def _convolved(
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        sides = [0 if padding == "valid" else along(padding, i) for i in range(input.dim() - 2)]
+        sides = _sides(weight, padding, dilation)
+        assert sides is not None
 
         def convolved(x: Tensor, of_rows: int = 0) -> Tensor:
-            sides[dim - 2] = of_rows
+            sides[axis] = of_rows
             return function(x, weight, bias, stride, sides, dilation, groups)
 
-        if edged is not None:
-            return edged(convolved, input)
+        return rows(convolved, input)
+
+    return run
+
+
+def _in_halo(part: Part, window: _Window, before: int, after: int, more: int) -> Strategy:
+    """Convolve a rank's rows with their halo; more: rows of the result behind those of the last rank's."""
+    layout, dim, rank = part.rows, part.dim, part.parts.rank
+    assert layout is not None
+    start = 0 if rank else part.padding[0]
+    rows = part.held * part.inner + before + after if part.held else 0
+
+    def run(convolved: Callable[..., Tensor], input: Tensor) -> Tensor:
         x = _around(input, before, after)
         if x is None:
-            x = layout.halo(input, before, dim, max(after, 0)) if before or after > 0 else input
+            x = input
+            if before or after > 0:
+                x = in_order_of(layout.halo(input, before, dim, max(after, 0)), input)
             x = x.narrow(dim, start, rows)
         if more and rank == part.last:
             x = torch.cat([x, x.new_zeros([*x.shape[:dim], more, *x.shape[dim + 1 :]])], dim)
@@ -150,7 +164,7 @@ def _convolved(
     return run
 
 
-def _edged(part: Part, window: _Window) -> Callable[[Callable[..., Tensor], Tensor], Tensor] | None:
+def _edged(part: Part, window: _Window) -> Strategy | None:
     """Convolve a rank's rows between zeros, and then its first and last rows again, between its neighbours'.
 
     So no copy of the rows with their halo is made. Returns None where ranks have too few rows for that.
@@ -176,6 +190,55 @@ def _edged(part: Part, window: _Window) -> Callable[[Callable[..., Tensor], Tens
         return out
 
     return run
+
+
+@rule("conv_transpose1d conv_transpose2d conv_transpose3d")
+def transposed(call: FunctionCall) -> Plan | None:
+    """Convolve transposed: each row of the result is a sum over the rows whose windows it lies in."""
+    weight, part, axis = call.get(1, "weight"), call.part, _axis(call)
+    if part is None or axis is None:
+        return None
+    amount = multiply_adds(call.name, call.args, call.kwargs)
+    if axis < 0:
+        return Plan(part, work=shared(amount, part))
+    options = (3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1)
+    values = [along(call.get(at, name, default=value), axis) for at, name, value in options]
+    if not are_ints(values):
+        return None
+    stride, padding, more, dilation = values
+    span = dilation * (weight.size(axis + 2) - 1) + 1
+
+    def reach(start: int, stop: int) -> tuple[int, int]:
+        first = min((start + padding) // stride, -((span - 1 - start - padding) // stride))
+        return first, (stop - 1 + padding) // stride + 1 + (span < stride)
+
+    found = windowed(part, (part.whole - 1) * stride - 2 * padding + span + more, reach)
+    if found is None:
+        return None
+    (result, take), function, dim = found, call.function, part.dim
+    start = sum(result.sizes[: part.parts.rank])
+    skipped = start + padding - reach(start, start + result.local)[0] * stride
+
+    def run(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        sides, ends = (each(value, weight.dim() - 2) for value in (padding, output_padding))
+        sides[axis] = ends[axis] = 0
+
+        def convolved(x: Tensor) -> Tensor:
+            out: Tensor = function(x, weight, bias, stride, sides, ends, groups, dilation)
+            return out.narrow(dim, skipped, result.local) if result.local else out
+
+        return on_rows(convolved, take(input), dim)
+
+    return Plan(result, run=run, work=shared(amount, result))
 
 
 _AROUND = "_spar_around"  # the attribute of a padded part: the rows of all that a convolution of it needs

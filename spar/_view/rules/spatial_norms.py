@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops.gather import all_gather
 from ..call import FunctionCall, Plan, rule
-from ..part import Part, part_of
-from .spatial import on_rows
+from ..part import Part, part_of, whole_shape
+from .moments import corrected, moments
+from .windows import format_of, on_rows
 
 
 @rule("group_norm")
@@ -31,7 +32,8 @@ def group_norm(call: FunctionCall) -> Plan | None:
         eps: float = 1e-5,
         *_: Any,
     ) -> Tensor:
-        return _normalized(part, input, num_groups, weight, bias, eps)
+        out = _of_groups(part, input, num_groups, weight, bias, eps)
+        return out.contiguous(memory_format=format_of(input) if input.is_cpu else torch.contiguous_format)
 
     return Plan(part, run=run)
 
@@ -59,18 +61,43 @@ def instance_norm(call: FunctionCall) -> Plan | None:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        return _normalized(part, input, input.size(1), weight, bias, eps)
+        return _of_groups(part, input, input.size(1), weight, bias, eps).contiguous()
 
     return Plan(part, run=run)
 
 
 @rule("batch_norm")
 def batch_norm(call: FunctionCall) -> Plan | None:
-    """Normalize by running moments, which do not depend on the rows."""
-    part = call.part
-    if part is None or part.dim == 1 or call.get(5, "training", default=False):
+    """Normalize by running moments, which do not depend on the rows, or by those of all ranks' rows."""
+    x, part = call.input, call.part
+    if part is None or part.dim == 1 or any(part_of(t) is not None for t in call.tensors[1:]):
         return None
-    return None if any(part_of(t) is not None for t in call.tensors[1:]) else Plan(part)
+    if not call.get(5, "training", default=False):
+        return Plan(part)
+    is_native = call.function is not F.batch_norm  # torch.batch_norm has its arguments in another order
+    count = prod([size for dim, size in enumerate(whole_shape(x)) if dim != 1])
+    if count < 2:
+        return None  # torch's own error
+
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names = _NATIVE if is_native else _FUNCTIONAL
+        given = dict(zip(names, args, strict=False)) | kwargs
+        momentum, eps = given.get("momentum", 0.1), given.get("eps", 1e-5)
+        found = moments(part, input, [dim for dim in range(input.dim()) if dim != 1])
+        with torch.no_grad():
+            for name, value in (("running_mean", found[0]), ("running_var", corrected(found[1], count, 1))):
+                if given.get(name) is not None:  # as torch's kernels do, without a change of the version
+                    given[name].data.lerp_(value.to(given[name].dtype), momentum)
+        weight, bias = given.get("weight"), given.get("bias")
+        return _normalized(input, found[0, None], found[1, None], weight, bias, eps).contiguous(
+            memory_format=format_of(input)
+        )
+
+    return Plan(part, run=run)
+
+
+_FUNCTIONAL = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_NATIVE = ("weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 
 
 def _of_samples(call: FunctionCall, part: Part) -> Plan:
@@ -78,41 +105,35 @@ def _of_samples(call: FunctionCall, part: Part) -> Plan:
     return Plan(part, run=lambda x, *args, **kwargs: on_rows(lambda x: function(x, *args, **kwargs), x, 0))
 
 
-def _normalized(
+def _of_groups(
     part: Part, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Normalize groups of channels [N, C, ...] over their channels and all rows."""
-    mean, var = _moments(part, x.unflatten(1, (groups, -1)))
+    flat = x.unflatten(1, (groups, -1))
+    found = moments(part, flat, range(2, flat.dim()))
     shape = x.size(0), groups, x.size(1) // groups
-    scale = (var + eps).rsqrt()[..., None].expand(shape).flatten(1)
+    mean, var = found[..., None].expand(2, *shape).flatten(2)
+    return _normalized(x, mean, var, weight, bias, eps)
+
+
+def _normalized(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Normalize [N, C, ...] by moments [N or 1, C]."""
+    scale = (var + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
-    shift = -mean[..., None].expand(shape).flatten(1) * scale
+    shift = -mean * scale
     if bias is not None:
         shift = shift + bias
-    return _affine(x, scale, shift)
-
-
-def _moments(part: Part, x: Tensor) -> Tensor:
-    """Return mean and variance [2, N, G] of [N, G, ...] over the rows of all ranks."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
-    dims = list(range(2, x.dim()))
-    if part.local:
-        var, mean = torch.var_mean(x, dims, correction=0)
-    else:
-        var = mean = x.sum(dims)
-    each = all_gather(torch.stack([mean, var])[None], part.parts.group)
-    share = torch.tensor(part.sizes, dtype=x.dtype, device=x.device).view(-1, 1, 1) / part.whole
-    mean = (share * each[:, 0]).sum(0)
-    return torch.stack([mean, (share * (each[:, 1] + (each[:, 0] - mean).square())).sum(0)])
+    return _affine(x, scale.expand(x.size(0), -1), shift.expand(x.size(0), -1))
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return x * scale + shift for scales and shifts [N, C], in the type of x."""
     if scale.dtype == x.dtype:
         ones = (1,) * (x.dim() - 2)
-        return torch.addcmul(shift.view(*shift.shape, *ones), x, scale.view(*scale.shape, *ones))
+        return torch.addcmul(shift.reshape(*shift.shape, *ones), x, scale.reshape(*scale.shape, *ones))
     # The norm by moments that are 0 and 1 computes in float32, without a copy of x in it.
     flat, none = x.flatten(0, 1)[None], torch.zeros_like(scale).flatten()
     out = torch.batch_norm(
