@@ -157,8 +157,13 @@ def test_other_spellings_are_exact_and_no_write_is_lost(ranks: Ranks, world: int
 def check_unseen(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """No mode sees these functions in C."""
     assert part_of(viewed(group, lambda view, x: x.as_subclass(Tensor))) is not None
-    unseen = [lambda x: x.as_subclass(nn.Parameter), torch.utils.dlpack.to_dlpack, torch.to_dlpack]
-    for function in [*unseen, lambda x: torch.nested.nested_tensor([x[0], x[1]])]:
+    unseen: list[Any] = [
+        lambda x: x.as_subclass(nn.Parameter),
+        lambda x: torch.utils.dlpack.to_dlpack(x),
+        lambda x: torch.to_dlpack(x),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]]),
+    ]
+    for function in unseen:
         with pytest.raises(RuntimeError, match="would see this rank's part alone"):
             viewed(group, lambda view, x, function=function: function(x))
 
