@@ -20,7 +20,7 @@ import torch
 
 from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
-from ._transformers.attention import attention_forward, mask_in_forward, registered
+from ._transformers.attention import attention_forward, mask_in_forward, refuse_to_generate, registered
 from ._transformers.masks import WHOLE, whole_mask
 from ._transformers.models import stock
 from ._transformers.sharding import Sharding
@@ -75,8 +75,9 @@ def shard(
             it, or one with a head of classification or question answering over it; it may be inside PEFT,
             DDP, FSDP2 (fully_shard) or torch.compile.
         batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
-            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]` or
-            `spar.Spans`), labels or shift_labels (classification of sequences: labels of samples; question
+            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]`,
+            `spar.Spans`, or a dict of these by kind of layer; docs/transformers.md says which layers honour
+            which), labels or shift_labels (classification of sequences: labels of samples; question
             answering: start_positions and end_positions), and what transformers' collators add for flash
             attention.
             With num_items_in_batch, the number of all ranks' labels in the step, labels are not counted.
@@ -112,6 +113,7 @@ def shard(
     sequence_group = layout.group if group is None and isinstance(layout, SequenceLayout) else group
     real = process_group(sequence_group, "transformers.shard")
     sharding = Sharding(stock(model), real, token_group)
+    refuse_to_generate()
     with sharding.reported():
         return sharding.run(batch, layout, method, scan, check, whole)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,10 +29,32 @@ _CACHE = (
 NO_LAYOUT = (
     "{}: layout is None; pass the batch through spar.integrations.transformers.shard. If it went through it, "
     "the model does not pass keyword arguments on to this layer, and cannot run over a sharded sequence. "
-    + _WHOLE
+    "transformers' Trainer calls shard by the recipe in docs/transformers.md, Trainer. " + _WHOLE
 )
 Mask = torch.Tensor | Spans | Routed | Carried | None
 registered: set[str] = set()  # the names of attention_forward in transformers
+
+
+def refuse_to_generate() -> None:
+    """Let `generate` say what to do with what `shard` returns; transformers' error lists argument names."""
+    from transformers import GenerationMixin
+
+    own: Any = getattr(GenerationMixin, "_validate_model_kwargs", None)
+    if own is None or hasattr(own, "of_transformers"):
+        return
+
+    @functools.wraps(own)
+    def validate(self: Any, model_kwargs: dict[str, Any]) -> None:
+        if isinstance(model_kwargs.get("layout"), SequenceLayout):
+            raise ValueError(
+                f"{type(self).__name__}.generate: the arguments are one rank's part of the sequence, by "
+                "spar.integrations.transformers.shard; expected the whole batch. Call "
+                'set_attn_implementation("sdpa"), and pass the batch itself: docs/evaluation.md, Generation'
+            )
+        own(self, model_kwargs)
+
+    validate.of_transformers = own  # type: ignore[attr-defined]
+    GenerationMixin._validate_model_kwargs = validate
 
 
 def attention_forward(
