@@ -176,6 +176,10 @@ def check_names_of_torch(rank: int, world: int, group: Group) -> None:
             spar.attention(x, x, x, layout, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="query is not an argument; pass q"):
         spar.attention(query=x, key=x, value=x, layout=layout)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"^attention: layout is missing; .* spar\.SequenceLayout\.even\(total, group"
+    ):
+        spar.attention(x, x, v=x)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
         spar.attention(x, x, x, layout, windows=3)  # type: ignore[call-arg]
     assert list(inspect.signature(spar.attention).parameters)[:5] == ["q", "k", "v", "layout", "causal"]

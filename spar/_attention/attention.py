@@ -52,13 +52,18 @@ P = ParamSpec("P")
 
 
 def _name_replacements(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
-    """Raise a TypeError for a keyword of torch that names spar's; Python's names only what was passed."""
+    """Raise a TypeError that says what to pass for a keyword of torch, or for a layout that is missing."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         for name in kwargs:
             if name in _REPLACEMENTS:
                 raise TypeError(f"attention: {name} is not an argument; pass {_REPLACEMENTS[name]}")
+        if len(args) < 4 and "layout" not in kwargs:
+            raise TypeError(
+                "attention: layout is missing; expected the SequenceLayout by which q, k and v were sharded: "
+                "layout = spar.SequenceLayout.even(total, group), and layout.shard(x, 1) of the whole input"
+            )
         return function(*args, **kwargs)
 
     return wrapper
