@@ -65,12 +65,13 @@ COMPILED_ONLY = {
     ): "a model of transformers: tests/models/test_transformers_whole_errors.py runs this block",
     ("rl.md", 7): "a model of transformers: examples/rl.py makes these calls",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
-    ("transformers.md", 1): "compares a model of transformers: tests/models/test_transformers.py",
-    ("transformers.md", 2): "a reward model: tests/models/test_transformers_refusals.py runs this block",
-    ("transformers.md", 3): "a model of transformers: tests/models/test_transformers_training.py",
+    ("transformers.md", 1): "a tree: tests/models/test_transformers_given_masks.py runs this block",
+    ("transformers.md", 2): "compares a model of transformers: tests/models/test_transformers.py",
+    ("transformers.md", 3): "a reward model: tests/models/test_transformers_refusals.py runs this block",
+    ("transformers.md", 4): "a model of transformers: tests/models/test_transformers_training.py",
     (
         "transformers.md",
-        4,
+        5,
     ): "a Trainer of transformers: tests/models/test_transformers_training.py runs this block",
 }
 

@@ -177,10 +177,13 @@ def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **
     assert report.entries[1].name == "logits" and report.reference_loss > 1
 
 
-def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **given: Any) -> SequenceLayout:
+def check_documents(
+    make: Callable[[], Any], documents: Rows, group: Group, *, mask: Any = None, **given: Any
+) -> SequenceLayout:
     """Compare packed documents with runs of each document alone: one process does not separate them.
 
-    Each rank runs some of the documents alone. documents: their lengths in each sample.
+    Each rank runs some of the documents alone. documents: their lengths in each sample. mask: an
+    attention_mask of them, beside position_ids.
     """
     batch = whole(len(documents), sum(documents[0]))
     positions = torch.stack([restarts(*lengths) for lengths in documents])
@@ -204,7 +207,7 @@ def check_documents(make: Callable[[], Any], documents: Rows, group: Group, **gi
     dist.all_reduce(sums, group=group)
     sizes = [1, logits.numel(), *(p.numel() for p in alone.parameters())]
     total, every, *references = sums.split(sizes)
-    part = sharding(group, **given)(model, batch | {"position_ids": positions})
+    part = sharding(group, **given)(model, batch | {"position_ids": positions, "attention_mask": mask})
     output = model(**part)
     output.loss.backward()
     assert abs(float(total_loss(output.loss, group=group, token_group=group)) - total) < 1e-5 * total

@@ -380,12 +380,18 @@ def test_functions_of_users_are_exact(pool: Ranks, world: int) -> None:
 
 
 def check_own_spans(rank: int, world: int, group: Group) -> None:
-    """Spans of the caller's are the tensor of the same booleans, for each kind of layers."""
+    """Spans of the caller's are the tensor of the same booleans."""
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 20, 12]))
     spans = spar.Spans.causal(TOTAL) & spar.Spans.documents(documents)
-    for name, config in (("llama", {}), ("Gemma3", MIXED), ("GptOss", MODELS["sinks"][1])):
+    kinds = {"full_attention": spans, "sliding_attention": spans & spar.Spans.window(TOTAL, 6, 0)}
+    dense = {kind: mask.dense() for kind, mask in kinds.items()}
+    for name, config, *masks in (
+        ("llama", {}, spans, spans.dense()),
+        ("Gemma3", MIXED, kinds, dense),
+        ("GptOss", MODELS["sinks"][1], kinds, dense),
+    ):
         found = []
-        for mask in (spans, spans.dense()):
+        for mask in masks:
             model = seeded(maker(name, **config), "spar")
             loss = model(**sharding(group)(model, whole() | {"attention_mask": mask})).loss
             loss.backward()

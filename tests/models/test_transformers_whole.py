@@ -101,12 +101,19 @@ def check_masks(rank: int, world: int, group: Group) -> None:
         batch = whole() | {"attention_mask": spans.dense().expand(2, 1, 37, 37)}
         check_exact(name, batch, group, layout=zigzag)
     model = seeded(maker("layers"), "spar")
+    spans &= spar.Spans.window(37, 7, 0)  # within the model's window
     found = []
     for mask in (spans, spans.dense().expand(2, 1, 37, 37)):
         batch, pattern = whole() | {"attention_mask": mask}, ["model.layers.1"]
         part = shard(model, batch, group=group, token_group=group, whole=pattern)
         found.append(model(**part).logits)
     torch.testing.assert_close(*found)
+    patterns = TYPES["recurrent_gemma"][2]
+    with pytest.raises(
+        ValueError, match=r"has spar\.Spans, which modules of whole=.* may not honour; expected"
+    ):
+        model = seeded(maker("recurrent_gemma"), "spar")
+        shard(model, whole() | {"attention_mask": spans}, group=group, token_group=group, whole=patterns)
 
 
 def test_masks_of_the_user(pool: Ranks) -> None:

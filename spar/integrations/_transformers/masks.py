@@ -115,7 +115,7 @@ def masks_of(
     model: Any,
     config: Any,
     tokens: torch.Tensor,
-    attention_mask: torch.Tensor | Spans | None,
+    attention_mask: Any,
     position_ids: torch.Tensor,
     layout: SequenceLayout,
     token_type_ids: torch.Tensor | None,
@@ -127,7 +127,8 @@ def masks_of(
 
     Args:
         tokens: any tensor [B, S, ..] of the batch.
-        attention_mask: [B, S], 0 for padding; or 4-D, which is returned with all its queries; or Spans.
+        attention_mask: [B, S], 0 for padding; or 4-D, which is returned with all its queries; or Spans; or a
+            dict of these by kind of layer.
         position_ids: [B or 1, S], of the whole sequence.
         layout: one of packed documents needs no mask for them.
         token_type_ids: [B, S], for models of which the masks depend on them.
@@ -136,11 +137,10 @@ def masks_of(
     from transformers import masking_utils
 
     batch, total = tokens.shape[:2]
-    if isinstance(attention_mask, Spans):
-        return attention_mask
-    if attention_mask is not None and attention_mask.dim() == 4:
-        # attention_forward takes one row of queries for a key mask, to which it adds causality
-        return attention_mask.expand(-1, -1, total, -1) if attention_mask.size(2) == 1 else attention_mask
+    if isinstance(attention_mask, dict):
+        return {kind: _of_caller(attention_mask[kind], layout) for kind in sorted(attention_mask)}
+    if attention_mask is not None and len(attention_mask.shape) == 4:
+        return _of_caller(attention_mask, layout)
     packed = layout.is_packed
     if packed and known and attention_mask is None and longest_run(layout) <= shortest_window(config):
         return None
@@ -165,6 +165,14 @@ def masks_of(
     if packed and attention_mask is None and "full_attention" in masks:
         masks["full_attention"] = None
     return masks
+
+
+def _of_caller(mask: Any, layout: SequenceLayout) -> Any:
+    """Return a mask as it is passed on: with all its queries."""
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.size(2) == 1:
+        # attention_forward takes one row of queries for a key mask, to which it adds causality
+        return mask.expand(-1, -1, layout.total, -1)
+    return _made(mask, layout)
 
 
 def _made(wanted: Any, layout: SequenceLayout) -> Any:

@@ -157,8 +157,13 @@ def accepted(model: Any, config: Any, masks: Any, around: Callable[[Any], Any]) 
     if kinds and (isinstance(masks, Spans) or (masks is None and around(None) is not None)):
         masks = {kind: None if kind in RECURRENT else masks for kind in kinds}
     if isinstance(masks, dict):
-        return {kind: mask if kind in RECURRENT else around(mask) for kind, mask in masks.items()}
+        return {kind: _padding(mask) if kind in RECURRENT else around(mask) for kind, mask in masks.items()}
     return around(masks)
+
+
+def _padding(mask: Any) -> Tensor | None:
+    """Return the mask of a layer without attention; documents of the caller's reach it in another way."""
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 # ---- the layout's way to the functions ----
@@ -190,11 +195,6 @@ def with_layout(masks: Any, kinds: list[str] | None, tokens: Tokens) -> Any:
     kinds: the keys of such a dict if the model accepts one, else None.
     """
     if kinds is None:
-        if masks is not None and (not isinstance(masks, Tensor) or masks.dim() != 2):
-            raise ValueError(
-                f"shard: batch['attention_mask'] is of shape {list(masks.shape)}; expected [B, S], or none: "
-                "the model has no attention"
-            )
         return Carried(masks, tokens)
     if not isinstance(masks, dict):
         masks = {kind: None if kind in RECURRENT else masks for kind in kinds}

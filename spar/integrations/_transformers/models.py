@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .attention import registered
+from .given_masks import attention_kinds
 from .heads import head_of, why_no_head
 from .masks import WINDOWS, shortest_window
 from .mixers import (
@@ -18,7 +19,6 @@ from .mixers import (
     WITHOUT_TOKENS,
     Mixer,
     convolutions_of,
-    mask_kinds,
     mixers_of,
     serve,
     why_refused,
@@ -147,6 +147,17 @@ def _check_layers(
     raise _refused(model, reason + hint(others))
 
 
+def check_known_without_whole(model: torch.nn.Module, config: Any, whole: dict[str, torch.nn.Module]) -> None:
+    """Refuse modules that run whole because of what passes between tokens there: it may ignore spans."""
+    try:
+        _check_layers(model, config, mixers_of(model), frozenset())
+    except ValueError as error:
+        raise ValueError(
+            f"shard: batch['attention_mask'] has spar.Spans, which modules of whole={sorted(whole)} may not "
+            f"honour; expected [B, S] or a 4-D tensor, which they receive as in one process ({error})"
+        ) from None
+
+
 def unknown_kinds(config: Any) -> list[str]:
     """Return the kinds of a model's layers of which spar does not know what passes between tokens."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
@@ -210,10 +221,7 @@ def _check_masks(model: torch.nn.Module, config: Any, documents: bool) -> None:
         )
     if hasattr(model, "create_masks_for_generate"):
         return
-    kinds = mask_kinds(config)
-    if not kinds:
-        windowed = [kind for kind, name in WINDOWS.items() if getattr(config, name, None) is not None]
-        kinds = windowed[:1] or ["full_attention"]
+    kinds = attention_kinds(config)
     table = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
     unknown = sorted(kind for kind in kinds if not callable(table.get(kind)))
     if unknown:

@@ -19,10 +19,11 @@ from ...groups import init
 from ...ops.gather import all_gather
 from ...sequence_layout import SequenceLayout
 from ...topology.resolve import Group, process_group
-from . import heads
+from . import given_masks, heads
+from .given_masks import is_padding, kept_apart
 from .masks import documents_of, lengths_by_sample, lengths_of, masks_of, restarting
 from .mixers import Mixer, accepted, carries, mask_kinds, mixers_of, with_layout
-from .models import checked_config, has_dropout, unknown_kinds
+from .models import check_known_without_whole, checked_config, has_dropout, unknown_kinds
 from .router import Routed, Router, has_router_loss
 from .scans import BY_HEADS_ALONE
 from .sources import has_attention, masks_of_forward, needs_mask
@@ -97,13 +98,20 @@ class Sharding:
             layout = self.default_layout(documents, total, method, config)
         self.check_layout(layout, total, documents)
         positions = positions.to(tokens.device)
-        mask, types = self.mask_of(batch, tokens), batch.get("token_type_ids")
+        mask = given_masks.mask_of(batch.get("attention_mask"), tokens.size(0), total, self.error)
+        types = batch.get("token_type_ids")
+        if mask is not None and not is_padding(mask):
+            if whole and not isinstance(mask, torch.Tensor):
+                check_known_without_whole(self.model, config, whole)
+            apart = kept_apart(mask, self.model, config, covered, longest, layout, self.error)
+        else:
+            apart = documents
         known = not unknown_kinds(config)
         masks = masks_of(self.model, config, tokens, mask, positions, layout, types, known)
         if whole:
             positions = positions.expand(tokens.size(0), -1)  # modules may take them by sample
             if not has_attention(self.model) and not mixers_of(self.model):
-                masks = self.own_padding(mask, layout)
+                masks = layout.shard(mask, 1).contiguous() if isinstance(mask, torch.Tensor) else None
             check_router(self.model, config, whole)
         heads.install_head(self.model)
         install(self.model, whole)
@@ -116,9 +124,9 @@ class Sharding:
                 scale = "down" if batch[name].requires_grad else None
                 part[name] = layout.shard(batch[name], 1, scale).contiguous()
         part["position_ids"] = layout.shard(positions, 1).contiguous()
-        apart = None if documents is None or layout.is_packed else lengths_by_sample(documents)
+        lengths = None if apart is None or layout.is_packed else lengths_by_sample(apart)
         scan = self.default_scan(mixers, tokens.device) if scan is None else scan
-        own = Tokens(layout, apart, scan)
+        own = Tokens(layout, lengths, scan)
 
         def around(mask: Any) -> Any:
             """Return a mask of attention with what the model passes on in no other way."""
@@ -133,7 +141,7 @@ class Sharding:
             kinds = mask_kinds(config) if masks_of_forward(self.model).by_kind else None
             passed = with_layout(passed, kinds, own)
         elif mixers:
-            others = {"documents": apart, "scan": scan}
+            others = {"documents": lengths, "scan": scan}
             part |= {name: value for name, value in others.items() if value is not None}
         part |= {"attention_mask": passed, "past_key_values": None, "use_cache": False, "layout": layout}
         if hasattr(config, "output_router_logits"):
@@ -188,29 +196,6 @@ class Sharding:
         whole: torch.Tensor = inputs[0]
         return whole
 
-    def mask_of(self, batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor | Spans | None:
-        """Check the attention mask; None if there is none."""
-        mask = batch.get("attention_mask")
-        if mask is None:
-            return None
-        size, total = tokens.shape[:2]
-        shape = list(mask.shape) if isinstance(mask, (torch.Tensor, Spans)) else None
-        fits = shape == [size, total] or (
-            shape is not None
-            and len(shape) == 4
-            and shape[0] in (1, size)
-            and shape[2] in ((total,) if isinstance(mask, Spans) else (1, total))
-            and shape[3] == total
-        )
-        if not fits:
-            value = f"of shape {shape}" if shape else f"a {type(mask).__name__}"
-            expected = (
-                f"[{size}, {total}], or a tensor or spar.Spans [{size}, 1, {total}, {total}] of the whole"
-            )
-            raise self.error("batch['attention_mask']", value, expected)
-        whole: torch.Tensor | Spans = mask
-        return whole
-
     def positions_of(
         self, batch: Mapping[str, Any], layout: SequenceLayout | None, total: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -232,7 +217,7 @@ class Sharding:
                 )
         documents = documents_of(positions)
         if documents is not None and mask is not None:
-            if ids is not None and mask.ndim == 2 and bool(mask.all()):
+            if ids is not None and is_padding(mask) and bool(mask.all()):
                 raise self.error(
                     "batch['attention_mask']",
                     "all ones, and position_ids restart",
@@ -308,23 +293,12 @@ class Sharding:
                 "layout", f"{layout}, without a token on rank {empty}", "at least one token on each rank"
             )
 
-    def own_padding(self, mask: torch.Tensor | Spans | None, layout: SequenceLayout) -> torch.Tensor | None:
-        """Return this rank's part of the padding of a model without attention, which may ignore it."""
-        if mask is None:
-            return None
-        if isinstance(mask, Spans) or mask.dim() != 2:
-            expected = "[B, S], or none: the model has no attention"
-            raise self.error("batch['attention_mask']", f"of shape {list(mask.shape)}", expected)
-        return layout.shard(mask, 1).contiguous()
-
-    def router_of(
-        self, tokens: torch.Tensor, mask: torch.Tensor | Spans | None, layout: SequenceLayout
-    ) -> Router:
+    def router_of(self, tokens: torch.Tensor, mask: Any, layout: SequenceLayout) -> Router:
         """Return what the router loss needs of the tokens of all ranks."""
-        if isinstance(mask, Spans) or (mask is not None and mask.dim() != 2):
+        if mask is not None and not is_padding(mask):
             raise self.error(
                 "batch['attention_mask']",
-                f"of shape {list(mask.shape)}, and config.output_router_logits is True",
+                f"{given_masks.text(mask)}, and config.output_router_logits is True",
                 f"{list(tokens.shape[:2])}, which says which tokens the router loss counts",
             )
         has_group = self.tokens_have_group("")
@@ -400,7 +374,7 @@ class Sharding:
         """Compare a hash of each entry of the batch over the group; and that random numbers differ."""
         names = [*_IDS, *_SEQUENCES, *_OTHERS, *_FLASH, *heads.labels_of(heads.ANSWERS)]
         values = [batch.get(name) for name in names]
-        hashes = [x.digest if isinstance(x, Spans) else digest(x) for x in (*values, settings)]
+        hashes = [_hash(x) for x in (*values, settings)]
         state = _generator(tokens.device) if random else None
         mine = torch.tensor([*hashes, int(random), digest(state)], device=tokens.device)
         rows = self.gathered(mine, self.group).cpu()
@@ -434,7 +408,13 @@ class Sharding:
 
 def _has_padding(mask: Any) -> bool:
     """Whether the mask of a batch is not of ones alone."""
-    return mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))
+    return mask is not None and not (is_padding(mask) and bool(mask.all()))
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return digest([(key, _hash(value[key])) for key in sorted(value)])
+    return value.digest if isinstance(value, Spans) else digest(value)
 
 
 def _generator(device: torch.device) -> torch.Tensor:
