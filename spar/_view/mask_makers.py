@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._attention.spans import Spans
-from ..integrations._transformers.masks import Wanted, leaves_intervals
+from ..integrations._transformers.masks import WINDOWS, Wanted, leaves_intervals
+from ..integrations._transformers.mixers import WITHOUT_TOKENS
 from .part import part_of
 from .spans_mask import mask_of
 from .view import View, current_view
@@ -21,6 +22,7 @@ from .view import View, current_view
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22
 _NAME, _EAGER = "sdpa", "eager"
+_PLAIN = ("causal_mask_function", "bidirectional_mask_function")
 _ARGUMENTS = (
     "batch_size",
     "q_length",
@@ -76,6 +78,8 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         asked = signature.bind(*args, **kwargs)
         asked.apply_defaults()
         given = asked.arguments
+        if isinstance(given["attention_mask"], Spans):
+            return _of_caller(view, given)
         batch, total = given["batch_size"], given["kv_length"]
         shape, dtype = (batch, 1, total, total), given.get("dtype", torch.bool)
         if not _may_be_spans(given) or batch * total * total * dtype.itemsize < LEAST_BYTES:
@@ -94,6 +98,47 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         return own(*args, **kwargs) if spans is None else mask_of(spans, shape, found.device, dtype)
 
     return mask
+
+
+def _of_caller(view: View, given: dict[str, Any]) -> Tensor:
+    """Return a mask of the Spans that the caller passed; refuse these where a layer does not honour them.
+
+    transformers makes no mask of a tensor [B, H, S, S], and so would lose a window without a word.
+    """
+    spans, function, more = given["attention_mask"], given["mask_function"], given.get("kwargs", {})
+    batch, total, device = given["batch_size"], given["kv_length"], torch.device(given["device"])
+    sizes = spans.shape
+    offsets = given["q_offset"], given["kv_offset"]
+    if sizes[0] not in (1, batch) or sizes[2:] != (given["q_length"], total) or offsets != (0, 0):
+        raise ValueError(
+            f"attention_mask is {spans}, and this layer has {given['q_length']} queries and {total} keys of "
+            f"{batch} samples; expected Spans of all of them, and no cache (use_cache=False)"
+        )
+    if not _is_plain(function):
+        # The layer's own mask, such as a window: by spans inside of it nothing is lost.
+        shape = batch, 1, total, total
+        own = Wanted(function, shape, leaves_intervals(function), None, device).spans(view.parts.group)
+        if not torch.equal((spans.to(device) & own).ends, spans.to(device).ends):
+            raise ValueError(
+                f"attention_mask is {spans}, by which queries attend to keys outside of a layer's own mask "
+                f"({function.__qualname__}), such as a window; expected Spans inside of it, a 4-D tensor, "
+                "which replaces it, or spar.integrations.transformers.shard and a dict by kind of layer"
+            )
+    kinds = set(getattr(more.get("config"), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", *WINDOWS, *WITHOUT_TOKENS})
+    if others and not torch.equal(spans.on_cpu, Spans.causal(total).ends):
+        raise ValueError(
+            f"attention_mask is {spans}, and the model has layers of {', '.join(others)}, which ignore it; "
+            "expected Spans.causal(S), or spar.integrations.transformers.shard, which keeps documents apart"
+        )
+    shape = batch, sizes[1], *sizes[2:]
+    return mask_of(spans.to(device), shape, device, given.get("dtype", torch.bool))
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether a mask function is that of full attention, which a mask of the caller's replaces."""
+    name = getattr(function, "__qualname__", "")
+    return getattr(function, "__module__", "") == "transformers.masking_utils" and name in _PLAIN
 
 
 def _may_be_spans(asked: dict[str, Any]) -> bool:
