@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -51,8 +52,14 @@ def check_blocks(rank: int, world: int, group: Group) -> None:
     close(model(*batch()), whole(*batch()))
     assert report.share_of_model > 0.6
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).double()
-    with pytest.raises(ValueError, match=r"Sequential has no ModuleList of blocks; pass blocks="):
+    with pytest.raises(
+        ValueError, match=r'Sequential has .* spar.shard_model blocks=\["layers.\*"\].*=\[""\]'
+    ):
         spar.shard_model(plain, group)
+    with pytest.raises(
+        ValueError, match=r'has no ModuleList of blocks; pass to spar.shard_model blocks=\[""\],'
+    ):
+        spar.shard_model(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()), group)
     with pytest.raises(ValueError, match=r"blocks has 'layer\.\*'; expected names of modules, such as 0, 1"):
         spar.shard_model(plain, group, blocks=["layer.*"])
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -226,3 +233,18 @@ def check_errors(rank: int, world: int, group: Group) -> None:
 
 def test_errors_name_what_is_wrong(ranks: Ranks) -> None:
     ranks(2, check_errors)
+
+
+def check_no_work(rank: int, world: int, group: Group) -> None:
+    """A report says 100 % of no work neither before the first forward nor of a model without products."""
+    model = nn.AvgPool2d(2).double()
+    report = spar.shard_model(model, group, blocks=[""])
+    for _ in range(2):
+        assert math.isnan(report.share) and math.isnan(report.share_of_model)
+        assert str(report) == "this rank has run no matrix product, convolution or attention yet"
+        with warnings.catch_warnings(action="error"):
+            model(torch.ones(1, 1, 8, 8, dtype=torch.float64))
+
+
+def test_reports_without_work(ranks: Ranks) -> None:
+    ranks(2, check_no_work)

@@ -24,7 +24,7 @@ from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .caches import follow
 from .experts import are_experts, run_experts
-from .images import shard_rows
+from .images import has_convolutions, shard_rows
 from .inputs import check_equal
 from .outside import again, enter_inputs, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
@@ -159,9 +159,12 @@ def _blocks(model: torch.nn.Module, patterns: Sequence[str] | None, where: str) 
         listed = _listed(model, "")
         attending = {name: block for name, block in listed.items() if _attends(block)}
         if not listed:
+            ways = ['blocks=["layers.*"], the modules before which its sequence is to be sharded']
+            rows = 'blocks=[""], by which rows of the images or videos that the model receives are sharded'
+            ways.insert(not has_convolutions(model), rows)
             raise ValueError(
-                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass "
-                'blocks=["layers.*"], the modules before which its sequence is to be sharded'
+                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass to spar.shard_model "
+                + ", or ".join(ways)
             )
         return attending or listed
     modules = dict(model.named_modules())

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from math import prod
+from math import isnan, nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ class Report:
     """Of the first forward.
 
     Attributes:
-        share: the multiply-adds of this rank inside blocks, as a share of one process's.
+        share: the multiply-adds of this rank inside blocks, as a share of one process's; nan if none ran, as
+            before the first forward.
         functions: those that ran whole on each rank, with the line of the model that called each.
     """
 
@@ -50,14 +51,12 @@ class Report:
 
     @property
     def share(self) -> float:
-        local, whole = self._work[True]
-        return local / whole if whole else 1.0
+        return _quotient(*self._work[True])
 
     @property
     def share_of_model(self) -> float:
         """Multiply-adds of this rank, as a share of one process's, of the whole forward."""
-        local, whole = (a + b for a, b in zip(*self._work.values(), strict=True))
-        return local / whole if whole else 1.0
+        return _quotient(*(a + b for a, b in zip(*self._work.values(), strict=True)))
 
     def add(self, work: tuple[int, int], in_block: bool) -> None:
         for i, amount in enumerate(work):
@@ -73,10 +72,19 @@ class Report:
             self.add((work, work), in_block)
 
     def __str__(self) -> str:
-        shares = f"{self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"
-        lines = [f"this rank does {shares}"]
+        if isnan(self.share_of_model):
+            shares = "has run no matrix product, convolution or attention yet"
+        elif isnan(self.share):
+            shares = f"does {self.share_of_model:.1%} of all multiply-adds, of which none are in blocks"
+        else:
+            shares = f"does {self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"
+        lines = [f"this rank {shares}"]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)
+
+
+def _quotient(local: int, whole: int) -> float:
+    return local / whole if whole else nan
 
 
 def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
