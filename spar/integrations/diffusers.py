@@ -29,6 +29,7 @@ __all__ = ["disable", "enable"]
 _WHERE = "diffusers.enable"
 _STATE = "_spar_sharded"  # the attribute of a model that is enabled
 _PROCESSOR = "processor"  # the attribute of an attention module
+_OF_PIPELINES = ("transformer", "transformer_2", "unet", "vae")  # the attributes of a pipeline to shard
 _ABSENT = object()  # the value of an attribute that an object lacks
 
 
@@ -76,6 +77,12 @@ def enable(
     """
     where = _WHERE
     names = load()
+    inner = [name for name in _OF_PIPELINES if isinstance(getattr(model, name, None), torch.nn.Module)]
+    if inner and not isinstance(model, torch.nn.Module):
+        expected = " and ".join(f"pipe.{name}" for name in inner)
+        raise TypeError(
+            f"{where}: model is a {type(model).__name__}; expected a model in it: pass {expected}"
+        )
     check_module(model, where)
     if _STATE in vars(model) or is_sharded(model):
         raise ValueError(f"{where}: the model is enabled already; call disable(model) first")

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,9 @@ def check_arguments(rank: int, world: int, group: Group) -> None:
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     refuse = partial(refused, ValueError)
     refused(TypeError, "model is 3; expected a torch.nn.Module", enable, 3, group)
+    pipe = SimpleNamespace(transformer=model, text_encoder=Other())
+    message = "model is a SimpleNamespace; expected a model in it: pass pipe.transformer"
+    refused(TypeError, message, enable, pipe, group)
     message = "plan is 'default', and Other has none that spar has verified, as...Wan...plan=None"
     refuse(message, enable, Other(), group, "default")
     refuse("Other has no ModuleList of blocks", enable, Other(), group)
