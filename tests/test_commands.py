@@ -249,7 +249,7 @@ def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert list(printing.progress(["first", "second"], 2, str, shown=True)) == ["first", "second"]
         return capsys.readouterr().err
 
-    assert count() == ""  # no terminal
+    assert count() == "1/2 first\n2/2 second\n"  # no terminal: lines of a log
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(printing, "find_spec", lambda name: None)
     assert "0/2 first" in count()

@@ -65,10 +65,14 @@ def entry(name: str, text: str) -> str:
 def progress(items: Iterable[T], total: int, text: Callable[[T], str], shown: bool) -> Iterator[T]:
     """Iterate over the items beside a progress bar on stderr: tqdm's if installed, else an overwritten line.
 
-    Prints nothing if stderr is not a terminal.
+    Prints a line for each item if stderr is not a terminal: a log shows that the command is at work.
     """
-    if not shown or not sys.stderr.isatty():
+    if not shown:
         yield from items
+    elif not sys.stderr.isatty():
+        for done, item in enumerate(items):
+            print(f"{done + 1}/{total} {text(item)}", file=sys.stderr, flush=True)
+            yield item
     elif find_spec("tqdm"):
         from tqdm import tqdm
 
