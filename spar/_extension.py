@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -23,3 +24,6 @@ if (_ROOT / "csrc" / "spar.h").is_file() and not PathFinder.find_spec("spar._C",
         path=str(_FOLDER),
     )
 importlib.import_module("spar._C")
+if "torch" not in sys.modules:
+    # Without NumPy, which spar does not need, the import of torch that follows warns on each rank.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)

@@ -266,6 +266,16 @@ def test_integrations_are_attributes_after_shard_model() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "shard"), done.stderr
 
 
+def test_import_without_numpy_warns_of_nothing() -> None:
+    """NumPy is no dependency: torch's warning, once for each rank, would be of spar's import of torch."""
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import spar, torch; print(spar.Spans.causal(2).ends.tolist()); torch.tensor([1.0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("[[[[0, 1], [0, 2]]]]", "")
+
+
 def test_help_shows_the_operations_first() -> None:
     text = pydoc.render_doc(spar, renderer=pydoc.plaintext)
     description = text.split("PACKAGE CONTENTS")[0]
