@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import forks, prebuild, standins, workers
+from helpers import forks, limits, prebuild, standins, workers
 from helpers.forks import PRELOAD
+from helpers.limits import Deadline
 from helpers.shared_gloo import shared
 
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
@@ -158,6 +159,13 @@ def _module(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's timeout
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    if (slowdown := limits.slowdown()) > 1:
+        marker = (
+            item.get_closest_marker("timeout")
+            or pytest.mark.timeout(float(item.config.getini("timeout"))).mark
+        )
+        seconds, *others = marker.args
+        item.add_marker(pytest.mark.timeout(seconds * slowdown, *others, **marker.kwargs), append=False)
     machine = workers.machine.alone() if item.get_closest_marker("alone") else workers.machine.shared()
     with machine:
         return (yield)
@@ -287,8 +295,11 @@ class Ranks:
             pipe.send((world, self.transport, function, args))
         self.groups.add(key)
         results: dict[int, tuple[bool, Any]] = {}
+        deadline = Deadline(timeout)
         while len(results) < world:
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout)
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], deadline.left(10))
+            if not ready and deadline.left():
+                continue
             failed = {rank: text for rank, (ok, text) in results.items() if not ok}
             if not ready:
                 for rank in range(world):
@@ -305,6 +316,7 @@ class Ranks:
                         results[rank] = (False, "the process is gone")
             if failed or any(not ok for ok, _ in results.values()):
                 timeout = 10  # the other ranks may wait for the failed one
+            deadline = Deadline(timeout)
         for rank in range(world):
             ok, value = results[rank]
             if not ok:

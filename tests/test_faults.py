@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers import forks, tables
+from helpers.limits import Deadline
 
 import spar
 from spar._group.registry import group_of
@@ -90,10 +91,11 @@ def await_report(folder: Path, rank: int, limit: float = 60) -> str:
 
 def finish(processes: list[Any], limit: float) -> list[int | None]:
     """Return the exit codes of processes that must end within the limit; None: one did not."""
-    end = time.monotonic() + limit
+    deadline = Deadline(limit)
     codes: list[int | None] = []
     for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
+        while process.exitcode is None and (left := deadline.left(10)):
+            process.join(left)
         torn = process.exitcode == -signal.SIGABRT and process.completed.exists()
         codes.append(0 if torn else process.exitcode)
     for process in processes:
