@@ -38,6 +38,7 @@ from ._exchange.layouts import (
 from ._exchange.pieces import in_documents, without_halo
 from ._exchange.pieces_op import gather_runs
 from ._exchange.repeated import layouts_key, repeat, scale_key
+from ._exchange.runs import numbers_of_runs
 from ._exchange.together import exchange_together
 from ._exchange.watch import must_record
 from ._group.registry import place_of
@@ -51,7 +52,7 @@ __all__ = ["SequenceLayout"]
 
 
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG}
-_KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS, "documents": RUNS}
+_KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS, "documents": RUNS, "runs": RUNS}
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +112,36 @@ class SequenceLayout:
         check_number(where, "tolerance", tolerance, 0)
         real = process_group(group, where)
         return cls("balanced", _C.balance(tuple(checked), real.size(), float(tolerance)), real)
+
+    @classmethod
+    def of_runs(
+        cls, runs: Sequence[Sequence[tuple[int, int]]], group: Group = None, lengths: Sizes | None = None
+    ) -> SequenceLayout:
+        """Lay out the runs of tokens that are given for each rank, as another library lays them.
+
+        Megatron and Transformer Engine lay each packed document (thd) in zigzag order over the ranks:
+
+            def slices(start, n):
+                return [(start + n * i // (2 * P), start + n * (i + 1) // (2 * P)) for i in range(2 * P)]
+
+            documents = list(map(slices, itertools.accumulate(lengths, initial=0), lengths))
+            runs = [[cut[i] for cut in documents for i in (r, 2 * P - 1 - r)] for r in range(P)]
+            layout = SequenceLayout.of_runs(runs, group, lengths)
+
+        Make it outside of compiled functions.
+
+        Args:
+            runs: for each rank `(start, stop)` of each of its runs, as of slices of the sequence, ascending.
+                Together they are the sequence, each token once. The same on all ranks.
+            lengths: of packed documents, which runs may cross. None: the sequence has no documents.
+
+        Raises:
+            ValueError: a token is on no rank or on several, runs of a rank do not ascend, or lengths do not
+                sum to the sequence's.
+            TypeError: runs are not lists of pairs of ints.
+        """
+        real = process_group(group, "SequenceLayout.of_runs")
+        return cls("runs", numbers_of_runs("SequenceLayout.of_runs", runs, lengths, real.size()), real)
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
@@ -177,12 +208,13 @@ class SequenceLayout:
     @property
     def is_packed(self) -> bool:
         """Whether it has documents, of which each token attends to its own: packed, balanced, or given."""
-        return self.kind in ("packed", "balanced", "documents")
+        of_kind = self.kind in ("packed", "balanced", "documents")
+        return of_kind or (self.kind == "runs" and self.numbers[0] != 1)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The lengths of its documents; of a layout without any the length of the sequence."""
-        if self.kind in ("balanced", "documents"):
+        if _KINDS[self.kind] == RUNS:
             return self.numbers[1 : 1 + self.numbers[0]]
         return self.numbers[2:] if self.kind == "packed" else (self.total,)
 
@@ -222,7 +254,8 @@ class SequenceLayout:
             arguments += f", ulysses={abs(self.numbers[0])}{' neighbours' * (self.numbers[0] < 0)}"
         elif self.is_packed:
             arguments = f"{[*self.lengths[:16]]}"[:-1] + (", ...]" if len(self.lengths) > 16 else "]")
-        maker = {"local": "from_local", "documents": "with_documents"}.get(self.kind, self.kind)
+        makers = {"local": "from_local", "documents": "with_documents", "runs": "of_runs"}
+        maker = makers.get(self.kind, self.kind)
         return f"SequenceLayout.{maker}({arguments}, {self.group.size()} ranks)"
 
     # A copy is the layout: it never changes.

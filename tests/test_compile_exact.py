@@ -74,10 +74,14 @@ def check_layout(rank: int, world: int, group: Group, kind: str) -> None:
     inputs = {n: cells((n, 2), torch.float64) for n in LENGTHS}
     # the operations take a layout's pieces as numbers: those of one kind are enough, besides hybrid ones
     function = by_layout if kind == "packed" else there_and_back
-    if kind == "balanced":
+    listed: dict[str, Callable[[int], SequenceLayout]] = {
+        "balanced": lambda n: SequenceLayout.balanced([n], group),
+        "of_runs": lambda n: SequenceLayout.of_runs([[(0, n - 3)], [(n - 3, n)]], group),
+    }
+    if kind in listed:
         # One document has as many runs for any length. Sizes that are equal on both ranks are one symbol,
         # so that others need a graph more. No graph makes the layout.
-        check_graphs(function, lambda n: (inputs[n], SequenceLayout.balanced([n], group)), rank == 0, 3)
+        check_graphs(function, lambda n: (inputs[n], listed[kind](n)), rank == 0, 3)
         return
     make = lambda n: maker.in_graph(group, *maker.of(n, world))  # noqa: E731
     check_graphs(function, lambda n: (inputs[n], make(n)), rank == 0)

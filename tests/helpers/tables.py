@@ -158,6 +158,28 @@ def _balanced(world: int, lengths: Sequence[int]) -> list[int]:
     return [rank for rank, size in zip(runs[::2], runs[1::2], strict=True) for _ in range(size)]
 
 
+def _runs_of(owners: Sequence[int], world: int) -> list[list[tuple[int, int]]]:
+    """Return each rank's runs; neighbours stay apart at every third token."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for i, owner in enumerate(owners):
+        of_rank = found[owner]
+        if i % 3 and of_rank and of_rank[-1][1] == i:
+            of_rank[-1] = of_rank[-1][0], i + 1
+        else:
+            of_rank.append((i, i + 1))
+    return found
+
+
+def _in_eight(total: int, world: int) -> list[list[tuple[int, int]]]:
+    """Return runs of as many chunks for any total; some ranks may have none."""
+    return _runs_of([i * (i + 1) // 2 % world for i in in_runs(by_rule(total, 8))], world)
+
+
+def _owners_of(world: int, runs: list[list[tuple[int, int]]], *_: Any) -> list[int]:
+    pairs = [(i, rank) for rank, of_rank in enumerate(runs) for run in of_rank for i in range(*run)]
+    return [rank for _, rank in sorted(pairs)]
+
+
 MAKERS = {
     "even": Maker(
         "total, group=None",
@@ -190,6 +212,17 @@ MAKERS = {
         _balanced,
         lambda lengths: lengths,
         lambda group, lengths: SequenceLayout.balanced(lengths, group),
+    ),
+    "of_runs": Maker(
+        "runs, group=None, lengths=None",
+        lambda world: [
+            *((_in_eight(total, world), None) for total in TOTALS),
+            *((_in_eight(sum(lengths), world), lengths) for lengths in DOCUMENTS),
+        ],
+        lambda total, world: (_in_eight(total, world), None),
+        _owners_of,
+        lambda runs, lengths: [len(_owners_of(0, runs))] if lengths is None else lengths,
+        lambda group, runs, lengths: SequenceLayout.of_runs(runs, group, lengths),
     ),
     "joint": Maker(
         "text, image, group=None",

@@ -75,12 +75,20 @@ def cases(world: int) -> list[Case]:
 
 # ---- layouts ----
 
+
+def token_runs(s: Setting) -> list[list[tuple[int, int]]]:
+    with torch.device("cpu"):
+        index = PLACES["documents"](s)
+    return [[(place, place + 1) for place in part.tolist()] for part in index]
+
+
 # a maker of SequenceLayout: where each rank's tokens lie, and the layout of the sizes
 LAYOUTS: dict[str, tuple[str, Callable[[Setting, Sizes], spar.SequenceLayout]]] = {
     "even": ("uneven", lambda s, n: spar.SequenceLayout.even(sum(n), s.group)),
     "zigzag": ("zigzag", lambda s, n: spar.SequenceLayout.zigzag(sum(n), s.group)),
     "packed": ("packed", lambda s, n: spar.SequenceLayout.packed(DOCUMENTS, s.group)),
     "balanced": ("balanced", lambda s, n: spar.SequenceLayout.balanced(long_and_short(s.world), s.group, 0)),
+    "of_runs": ("documents", lambda s, n: spar.SequenceLayout.of_runs(token_runs(s), s.group, DOCUMENTS)),
     "joint": ("joint", lambda s, n: spar.SequenceLayout.joint(5, sum(n) - 5, s.group)),
     "from_local": ("uneven", lambda s, n: spar.SequenceLayout.from_local(n[s.rank], s.group)),
     "hybrid": ("hybrid", lambda s, n: spar.SequenceLayout.hybrid(sum(n), s.state)),
@@ -380,7 +388,11 @@ ATTENTION = [
     attention_case("ring x ulysses, causal", "hybrid", None),
     *(attention_case(f"{method}, window, zigzag", "zigzag", method, window=2) for method in METHODS),
     attention_case("gather, window, packed", "packed", "gather", window=2),
-    *(attention_case(f"{method}, causal, balanced", "balanced", method) for method in METHODS),
+    *(
+        attention_case(f"{method}, causal, {name}", name, method)
+        for method in METHODS
+        for name in ("balanced", "of_runs")
+    ),
     case("by_heads", accumulate_tokens, "uneven", summed_by_heads, "uneven"),
     case("by_state", accumulate_tokens, "zigzag", summed_by_state, "zigzag"),
 ]

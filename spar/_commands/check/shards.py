@@ -76,6 +76,12 @@ def _balanced(x: Tensor, world: int) -> Index:
     return [torch.cat(parts) for parts in zip(_zigzag(long, world), short, strict=True)]
 
 
+def _documents_in_zigzag(x: Tensor, world: int) -> Index:
+    """Each document in zigzag order, as thd of Megatron and Transformer Engine."""
+    parts = zip(*(_zigzag(document, world) for document in x.split(DOCUMENTS)), strict=True)
+    return [torch.cat(part) for part in parts]
+
+
 def _multiple(world: int) -> int:
     return 6 * world
 
@@ -92,6 +98,7 @@ PLACES = {
     "even zigzag": _places(_zigzag, _multiple),
     "packed": _places(*_documents),
     "balanced": _places(_balanced, lambda world: sum(long_and_short(world))),
+    "documents": _places(_documents_in_zigzag, lambda world: sum(DOCUMENTS)),
     "joint": _places(_segments(5)),
     "hybrid": _places(_zigzag, ring=True),
     "even hybrid": _places(_zigzag, _multiple, ring=True),
@@ -103,6 +110,7 @@ PLACES = {
 DOCUMENTS_OF: dict[str, Callable[[int], Sequence[int]]] = {
     "packed": lambda world: DOCUMENTS,
     "balanced": long_and_short,
+    "of_runs": lambda world: DOCUMENTS,
 }
 
 
