@@ -48,7 +48,7 @@ def another_group(group: Group) -> object:
 
 LENGTH = "0 to 9223372036854775807"
 ONE, TWO, SHARD = exchange(z(2, 6)), exchange(z(2, 6), z(2, 6)), gather(z(2))
-MANY = exchange(*[z(2, 6)] * 16)
+MANY = exchange(*[z(2, 6)] * 17)
 LOCAL = lambda group: SequenceLayout.from_local(2, group)  # noqa: E731
 Case = tuple[Callable[[Group], object], Callable[[Group], object], type[Exception], str]
 # the call of the last rank, that of the others, the last rank's error and its text
@@ -76,11 +76,11 @@ CASES: dict[str, Case] = {
     "not a tensor": (exchange(z(2, 6), 3), TWO, TypeError, "input_[1] is a int; expected a tensor"),
     "no list": (exchange({"q": 1}), ONE, TypeError, "input_ is a dict; expected a tensor"),
     "no list of shards": (gather({"q": 1}), SHARD, TypeError, "input_ is a dict; expected a tensor"),
-    "17 tensors": (
-        exchange(*[z(2, 6)] * 17),
+    "a wrong 17th tensor": (
+        exchange(*[z(2, 6)] * 16, z(2, 6).int()),
         MANY,
-        ValueError,
-        "input_ is a list of 17 tensors; expected at most 16 in one call",
+        TypeError,
+        "input_[16] is of torch.int32 on cpu; expected torch.float32 on cpu, as input_[0]",
     ),
     "too few entries": (
         exchange(z(2, 6), z(2, 6), scatter_sizes=[[2, 2, 2]]),

@@ -15,13 +15,12 @@ from ..topology.resolve import Group
 from .arguments import Arguments, Key, apply_together, check_summable, not_empty, ranks_of
 from .exchange import MOVE, SUM, Exchange, Scale
 from .layouts import Args
-from .outputs import write_to
+from .outputs import checked, write_to
 from .watch import must_record
-from .work import launch
+from .work import Work, Works, launch
 
-# what names each tensor of a list in messages; any that is too many is the last
-_AT = [f"[{i}]" for i in range(_C.MOST_TENSORS)]
-_NAMES = [f"input_{at}" for at in (*_AT, f"[{_C.MOST_TENSORS} or more]")]
+_MOST = _C.MOST_TENSORS
+_AT = [f"[{i}]" for i in range(_MOST)]  # what names each tensor of a list in messages
 
 
 def exchange_together(
@@ -36,7 +35,7 @@ def exchange_together(
     out: Any = None,
     async_op: Any = False,
 ) -> Any:
-    """Check a tensor, or several of one dtype and device, and move them in one exchange.
+    """Check a tensor, or several of one dtype and device, and move up to 16 in one exchange.
 
     Args:
         layouts: checks the other arguments; returns the layouts of each input, and what gradients are scaled
@@ -44,7 +43,7 @@ def exchange_together(
             or "".
         key, kind: as for `apply_together`.
         note: as in Exchange.
-        exchanges: as for Arguments.
+        exchanges: as for Arguments, of up to 16 tensors.
 
     Returns:
         A list, or its only tensor if `input_` is not a list; with async_op a tuple of that and a Work.
@@ -52,33 +51,44 @@ def exchange_together(
     one = not isinstance(input_, (list, tuple))
     ranks = ranks_of(group, name)
     inputs: Sequence[Any] = [input_] if one else not_empty(name, input_, ranks, "input_", exchanges)
-    first = Arguments(name, inputs[0], ranks, "input_" if one else "input_[0]", exchanges)
+    steps = range(0, len(inputs), _MOST)
+    first = Arguments(name, inputs[0], ranks, "input_" if one else "input_[0]", exchanges * len(steps))
     first.tensors = 0 if one else len(inputs)
     with first:
+        at = [""] if one else [*_AT[: len(inputs)], *[f"[{i}]" for i in range(_MOST, len(inputs))]]
         calls = [first]
         for i in range(1, len(inputs)):
-            calls.append(first.beside(inputs[i], _NAMES[min(i, len(_AT))]))
+            calls.append(first.beside(inputs[i], f"input_{at[i]}"))
         if inputs[0].is_meta:  # which is not exchanged: the peers wait for the others
             first.device = next((x.device.type for x in inputs if not x.is_meta), "meta")
         _check_alike(first, inputs)
-        if len(calls) > len(_AT):
-            expected = f"at most {len(_AT)} in one call"
-            raise first.error("input_", f"a list of {len(calls)} tensors", expected)
         first.note = note
-        at = [""] if one else _AT[: len(inputs)]
         args, grad_scale = layouts(calls, at)
-        if out is None and not async_op:
-            outputs = apply_together(calls, args, grad_scale, key, kind)
-            return outputs[0] if one else list(outputs)
-        if kind != MOVE:
+        if kind != MOVE and (async_op or out is not None):
             check_summable(first, kind == SUM, async_op and must_record(inputs))
-        exchange = Exchange(name, first.group, args, kind=kind, note=note)
-        if not async_op:
-            outputs = write_to(out, calls, at, exchange)
-            return outputs[0] if one else outputs
-        outputs, work = launch(calls, at, exchange, out, async_op)
-        work._tensors = first.tensors
-        return (outputs[0] if one else outputs), work
+        if out is not None and len(steps) > 1:  # before the first of them writes
+            out = checked(out, calls, at, Exchange(name, first.group, args, kind=kind))
+        outputs: list[torch.Tensor] = []
+        works: list[Work] = []
+        for i in steps:
+            part = slice(i, i + _MOST)
+            if len(steps) > 1:
+                key = None
+                calls[i].note = f"{note + ', ' if note else ''}tensors from {i} of {len(inputs)}"
+            if out is None and not async_op:
+                outputs += apply_together(calls[part], args[part], grad_scale, key, kind)
+                continue
+            outs = out if out is None or len(steps) == 1 else out[part]
+            exchange = Exchange(name, first.group, args[part], kind=kind, note=calls[i].note)
+            if async_op:
+                found, work = launch(calls[part], at[part], exchange, outs, async_op)
+                work._tensors = first.tensors
+                works.append(work)
+                outputs += found
+            else:
+                outputs += write_to(outs, calls[part], at[part], exchange)
+        result = outputs[0] if one else outputs
+        return (result, works[0] if len(works) == 1 else Works(works)) if async_op else result
 
 
 def _check_alike(first: Arguments, inputs: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ import datetime
 import functools
 import logging
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -107,6 +108,24 @@ class Work:
     def __del__(self) -> None:
         if not self._seen and self._job is not None and self._job.over and self._job.error is not None:
             _log.warning("%s: failed, and nothing waited for it: %s", self._job.op, self._job.error)
+
+
+class Works(Work):
+    """The exchanges of one call, whose list of tensors is longer than what one exchange moves."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> bool:
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        begin = time.monotonic()
+        for work in self._works:
+            work.wait(None if seconds is None else max(seconds - (time.monotonic() - begin), 0.0))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def begin(
