@@ -233,6 +233,20 @@ def test_functions_may_ignore_indices_and_need_no_equal_numbers() -> None:
         assert Spans.of(lambda b, h, q, k: k < q, shape).shape == shape
 
 
+def check_empty(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    ids = torch.zeros(0, 6, dtype=INT)
+    x = torch.zeros(0, 6 // world, 2, 4, requires_grad=True)
+    for method in ("ulysses", "gather", "ring"):
+        for spans in (Spans.documents(ids), Spans.padding(ids), Spans.together(ids) | Spans.causal(6)):
+            out = spar.attention(x, x, x, spar.SequenceLayout.even(6, group), mask=spans, method=method)
+            out.sum().backward()  # type: ignore[no-untyped-call]
+            assert out.shape == x.shape
+
+
+def test_empty_batches_have_spans(ranks: Ranks) -> None:
+    ranks(2, check_empty)
+
+
 def check_divided(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Each rank evaluates its part of the queries; parts have unequal numbers of intervals."""
 

@@ -317,7 +317,7 @@ def _by_sample(where: str, name: str, x: object) -> Tensor:
     """Return a tensor [B, S] or [S] as [B, S] on the CPU."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         raise TypeError(f"{where}: {name} is {_kind(x)}; expected a bool or int tensor [B, S]")
-    if x.dim() not in (1, 2) or x.numel() == 0:
+    if x.dim() not in (1, 2) or x.size(-1) == 0:
         raise ValueError(
             f"{where}: {name} is of shape {list(x.shape)}; expected [B, S] with at least one token"
         )

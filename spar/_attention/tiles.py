@@ -154,8 +154,9 @@ def _classified(spans: Spans, begin: int, size: int, count: int) -> list[Samples
             _apart([r for column in zip(*sample, strict=True) for r in _of_column(start, size, *column)])
             for sample in zip(*samples, strict=True)
         ]
-        same = all(ranges == by_sample[0] for ranges in by_sample)
-        tiles.append([(-1, by_sample[0])] if same else list(enumerate(by_sample)))
+        same = by_sample[:1]  # none of an empty batch
+        all_alike = all(ranges == same[0] for ranges in by_sample)
+        tiles.append([(-1, ranges) for ranges in same] if all_alike else list(enumerate(by_sample)))
     return tiles
 
 
