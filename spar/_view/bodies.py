@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_MODULES = ("torch.nn.functional", _COLLECTIVES)
 _bodies: dict[Any, Any] = {}
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a function is one of torch.distributed."""
+    return getattr(func, "__module__", None) == _COLLECTIVES
 
 
 def has_body(func: Any) -> bool:
     """Whether `body_of` returns one."""
-    return isinstance(func, types.FunctionType) and func.__globals__.get("__name__") == "torch.nn.functional"
+    own = inspect.unwrap(func) if is_collective(func) else func
+    return isinstance(own, types.FunctionType) and own.__globals__.get("__name__") in _MODULES
 
 
 def body_of(func: Any) -> Any:
@@ -23,12 +32,13 @@ def body_of(func: Any) -> Any:
         return _bodies[func]
     body = None
     if has_body(func):
-        scope = func.__globals__
+        own = inspect.unwrap(func) if is_collective(func) else func
+        scope = own.__globals__
         asks = {name: _never for name in scope if name.startswith("has_torch_function")}
         body = types.FunctionType(
-            func.__code__, {**scope, **asks}, func.__name__, func.__defaults__, func.__closure__
+            own.__code__, {**scope, **asks}, own.__name__, own.__defaults__, own.__closure__
         )
-        body.__kwdefaults__ = func.__kwdefaults__
+        body.__kwdefaults__ = own.__kwdefaults__
     _bodies[func] = body
     return body
 

@@ -44,6 +44,10 @@ lu unique unravel_index lobpcg svd_lowrank pca_lowrank
 _READING = frozenset(_READING_NAMES.split())
 
 
+# Operators of torch whose schemas do not say which of their arguments they write, or send to one rank.
+_HIDING = ("c10d.", "_c10d_functional.isend", "_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops")
+
+
 class Function:
     """A torch function, or an operator of another library.
 
@@ -188,6 +192,11 @@ def is_operator(func: Any) -> bool:
     """Whether a function is an operator of another library, whose name says nothing of what it computes."""
     is_any = isinstance(func, (OpOverload, OpOverloadPacket))
     return is_any and not _packet(func)._qualified_op_name.startswith("aten::")
+
+
+def hides_writes(name: str) -> bool:
+    """Whether an operator's schema lacks what it writes: it cannot run on whole tensors."""
+    return name.startswith(_HIDING)
 
 
 def schemas_of(func: Any, name: str) -> list[Any]:

@@ -25,15 +25,17 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
+from . import collectives
 from .eager import attending
 from .flex import intercepting
 from .gradients import average_inputs
+from .groups import check_results
 from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
 
-# They return their arguments: FSDP2's hooks.
-_IDENTITIES = ("torch.distributed.",)
+# Of torch.distributed; they return their arguments: FSDP2's hooks.
+_IDENTITIES = ("RegisterPreBackwardFunction", "RegisterPostBackwardFunction")
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
 # Before torch 2.15 `Function.apply`, to which code may have bound references, is in Python, and calls that of
@@ -72,6 +74,8 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(FunctionMeta, "__getattribute__", _attribute)
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
+            for owner, name, value in collectives.replacements():
+                _replace(owner, name, value)
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
@@ -129,6 +133,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if cls is checkpoints.CheckpointFunction:
         return _reentrant(view, call, *args)
+    if cls.__module__ == "torch.distributed.nn.functional" and _has_parts(args, kwargs):
+        check_results(view, cls.__name__, args)
     if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
         with without_view():
             return mark(call(*args, **kwargs), part_of(args[0]))
@@ -136,7 +142,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_seen(cls: Any) -> bool:
-    return issubclass(cls, torch.autograd.Function) and not cls.__module__.startswith(_IDENTITIES)
+    is_identity = cls.__module__.startswith("torch.distributed.") and cls.__name__ in _IDENTITIES
+    return issubclass(cls, torch.autograd.Function) and not is_identity
 
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,13 @@ import torch
 
 from .part import whole_numel, whole_shape
 
-_PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_TORCH = os.path.dirname(torch.__file__)
+# typing_extensions wraps what torch deprecates.
+_PACKAGES = (
+    _TORCH,
+    os.path.join(os.path.dirname(_TORCH), "typing_extensions.py"),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+)
 
 
 class RanWhole(NamedTuple):

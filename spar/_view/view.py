@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_tor
 
 from .._C import Mode, mark_results, replaced, use_view
 from .aliases import Aliases
-from .bodies import body_of
+from .bodies import body_of, is_collective
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
-from .functions import Function, function_of
+from .functions import Function, function_of, hides_writes
 from .gradients import register_hook
+from .groups import check_results, is_collective_operator, waited
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
@@ -110,6 +111,9 @@ class View(Mode, TorchFunctionMode):
         is_respelled = kwargs is not given
         if function.is_operator:
             return self._operator(function, func, args, kwargs)
+        if is_collective(func):  # its method of a group comes to `collectives`
+            with self:
+                return body_of(func)(*args, **kwargs)
         if function.writes or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
         if func in _GRADIENTS and self._aliases.any_slice:
@@ -269,7 +273,7 @@ class View(Mode, TorchFunctionMode):
             raise self.error(
                 name, "gets a sharded tensor, and torch does not say which arguments it writes", AS_WHOLE
             )
-        self._note_whole(name, "has no rule for these arguments")
+        self.note_whole(name, "has no rule for these arguments")
         if self.recording:
             self.report.count(name, args, kwargs, self.blocks > 0)
         if kwargs.get("inplace"):
@@ -287,7 +291,7 @@ class View(Mode, TorchFunctionMode):
         self._watch()
         return out
 
-    def _note_whole(self, name: str, why: str) -> None:
+    def note_whole(self, name: str, why: str) -> None:
         if self.strict and self.blocks:
             raise self.error(name, f"{why}, and would run whole", "pass strict=False")
         if self.recording:
@@ -316,8 +320,14 @@ class View(Mode, TorchFunctionMode):
 
     def _operator(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of another library whole."""
-        why, writes = "is of another library", function.written(args, kwargs)
-        return self._run_whole(function.name, why, func, args, kwargs, writes=writes)
+        name, writes = function.name, function.written(args, kwargs)
+        if any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+            if hides_writes(name):
+                raise self.error(name, "does not say whether it changes a sharded tensor", AS_WHOLE)
+            if is_collective_operator(name):
+                check_results(self, name, [*args, *kwargs.values()])
+                func = waited(func)
+        return self._run_whole(name, "is of another library", func, args, kwargs, writes=writes)
 
     def outside(
         self, name: str, call: Any, args: Any, kwargs: dict[str, Any], *, is_torch: bool = False
@@ -333,7 +343,7 @@ class View(Mode, TorchFunctionMode):
         for x in given:
             self.check_stale(name, x)
         if any(part_of(x) is not None for x in given):
-            self._note_whole(name, why)
+            self.note_whole(name, why)
         out = run_whole(self.parts, self._aliases, name, call, args, kwargs, **options)
         self._watch()
         return out
@@ -342,7 +352,11 @@ class View(Mode, TorchFunctionMode):
         """Follow changes in place, of what others would share the memory of."""
         for x in tensors_in(args, kwargs) if self._aliases.any_stale else ():
             self.check_stale(function.name, x)
-        for x in function.written(args, kwargs):
+        self.note_written(function.written(args, kwargs))
+
+    def note_written(self, tensors: list[Tensor]) -> None:
+        """Note that tensors are changed in place."""
+        for x in tensors:
             if self._aliases.write(x):
                 self._watch()
 

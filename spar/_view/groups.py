@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a group of ranks that a model communicates with has others that share its sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
+
+from .part import tensors_in
+
+ADVICE = "communicate outside of the blocks, or in a torch.autograd.Function, which gets whole tensors"
+DIFFERS = "gives ranks that share a sharded sequence different results"
+_UNEQUAL = ("reduce", "gather", "scatter", "alltoall")  # names without underscores
+
+
+def ranks(group: Any) -> list[int]:
+    """Return a group's ranks; none of a group that torch.distributed does not know."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return []
+
+
+def is_apart(sequence: Any, members: Iterable[int]) -> bool:
+    """Whether this rank alone, of the ranks of a sequence's group, is among the members of another group."""
+    return len({*members} & {*ranks(sequence)}) == 1
+
+
+def is_collective_operator(name: str) -> bool:
+    """Whether an operator is a functional collective of torch.distributed."""
+    return name.startswith("_c10d_functional")
+
+
+def waited(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a functional collective that returns when it has written, not before."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        for x in tensors_in(args, kwargs, out):
+            torch.ops._c10d_functional.wait_tensor(x.detach())
+        return out
+
+    return run
+
+
+def check_results(view: Any, name: str, given: Sequence[Any]) -> None:
+    """Refuse a function of parts that gives ranks of the same sequence different results.
+
+    name: of an operator, or of a Function of torch.distributed.nn. given: its arguments, one of which is a
+    group, or a group's name.
+    """
+    if name.rpartition(".")[2].replace("_", "").lower().startswith(_UNEQUAL):
+        for group in filter(None, map(_group, given)):
+            if not is_apart(view.parts.group, ranks(group)):
+                raise view.error(name, DIFFERS, ADVICE)
+
+
+def _group(value: Any) -> Any:
+    """Return the group that a value is, or names; None of other values."""
+    if isinstance(value, str):
+        with contextlib.suppress(RuntimeError):
+            return _resolve_process_group(value)  # type: ignore[arg-type]
+    return value if isinstance(value, ProcessGroup) else None
