@@ -137,14 +137,17 @@ def test_what_no_key_can_tell_apart_is_never_known(value: Any, has_part: bool) -
     assert key_of([value, part()]) == (None, True) and key_of(part(), x=value) == (None, True)
 
 
-def test_subclasses_of_tensors_are_tensors() -> None:
+def test_subclasses_of_tensors_have_keys_of_their_own() -> None:
     class Named(Tensor):
         pass
 
+    class Held:
+        part = "a part"
+
     x = torch.ones(2, 3).as_subclass(Named)
-    assert key_of(x) == key_of(WHOLE)
-    x._spar_shard = "a shard"  # type: ignore[attr-defined]
-    assert key_of(x) == key_of(part())
+    assert key_of(x) == ((Named, *key_of(WHOLE)[0]), False)
+    x._spar_shard = shard = Held()  # type: ignore[attr-defined]
+    assert key_of(x) == ((Named, shard), True)
 
 
 def known(func: Callable[..., Any], args: Any, kwargs: Any = None, **does: Any) -> Calls:

@@ -158,7 +158,6 @@ def check_unseen(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """No mode sees these functions in C."""
     assert part_of(viewed(group, lambda view, x: x.as_subclass(Tensor))) is not None
     unseen: list[Any] = [
-        lambda x: x.as_subclass(nn.Parameter),
         lambda x: torch.utils.dlpack.to_dlpack(x),
         lambda x: torch.to_dlpack(x),
         lambda x: torch.nested.nested_tensor([x[0], x[1]]),

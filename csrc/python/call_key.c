@@ -179,10 +179,9 @@ static int add_slice(reading *into, PyObject *x)
     return failed;
 }
 
-/* An object that no key can tell from others. */
-static int add_unknown(reading *into, PyObject *x)
+/* Asks the view whether an object has a part in it, unless another one has. */
+static int find_part(reading *into, PyObject *x)
 {
-    into->is_known = 0;
     if (into->has_part)
         return 0;
     PyObject *found = PyObject_CallFunctionObjArgs(into->uses->has_part, x, NULL);
@@ -190,6 +189,21 @@ static int add_unknown(reading *into, PyObject *x)
     Py_XDECREF(found);
     into->has_part = has_part > 0;
     return has_part < 0 ? -1 : 0;
+}
+
+/* An object that no key can tell from others. */
+static int add_unknown(reading *into, PyObject *x)
+{
+    into->is_known = 0;
+    return find_part(into, x);
+}
+
+/* A tensor whose class may do with it what others do not. */
+static int add_subclass(reading *into, PyObject *x)
+{
+    if (find_part(into, x) < 0 || add(into, (PyObject *)Py_TYPE(x)) < 0)
+        return -1;
+    return add_tensor(into, x);
 }
 
 static int is_value(const reading *into, PyObject *type)
@@ -220,7 +234,7 @@ static int add_value(reading *into, PyObject *x)
     int is_tensor = PyObject_IsInstance(x, uses->tensor);
     if (is_tensor < 0)
         return -1;
-    return is_tensor ? add_tensor(into, x) : add_unknown(into, x);
+    return is_tensor ? add_subclass(into, x) : add_unknown(into, x);
 }
 
 /* Names, and then values. */

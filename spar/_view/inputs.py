@@ -31,7 +31,8 @@ def check_equal(group: Any, inputs: Mapping[str, Any]) -> None:
     place = place_of(group)
     if not tensors or place.world == 1:
         return
-    local = torch.stack([_numbers(x) for x in tensors.values()])
+    # Of a DTensor, which is over other ranks, each rank has its shard to compare.
+    local = torch.stack([_numbers(getattr(x, "_local_tensor", x)) for x in tensors.values()])
     device = next(iter(tensors.values())).device  # a group may serve one device type only
     gathered = all_gather(local[None].to(device), group).cpu()  # [P, tensors, numbers]
     for i, (name, x) in enumerate(tensors.items()):

@@ -10,6 +10,7 @@ from .._exchange.arguments import Arguments
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
 from .._exchange.pieces import Plan, plan_pieces
+from .dtensors import is_distributed
 from .part import Part, in_order_of, mark, part_of
 
 
@@ -22,6 +23,8 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     assert own is not None
     if own is part:
         return x
+    if is_distributed(x):
+        return part.parts.shard(part.parts.gather(x).narrow(own.dim, start, part.whole), part)
     plan = _plan(own, part, start)
     if plan is None:
         return mark(x.clone(memory_format=torch.preserve_format), part)

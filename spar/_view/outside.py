@@ -25,7 +25,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
-from . import collectives
+from . import collectives, subclasses
 from .eager import attending
 from .flex import intercepting
 from .gradients import average_inputs
@@ -34,8 +34,6 @@ from .mask_makers import making_spans
 from .part import changed, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
 
-# Of torch.distributed; they return their arguments: FSDP2's hooks.
-_IDENTITIES = ("RegisterPreBackwardFunction", "RegisterPostBackwardFunction")
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
 # Before torch 2.15 `Function.apply`, to which code may have bound references, is in Python, and calls that of
@@ -74,8 +72,9 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(FunctionMeta, "__getattribute__", _attribute)
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
-            for owner, name, value in collectives.replacements():
-                _replace(owner, name, value)
+            for found in (collectives.replacements(), subclasses.replacements(current_view)):
+                for owner, name, value in found:
+                    _replace(owner, name, value)
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
@@ -133,6 +132,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if cls is checkpoints.CheckpointFunction:
         return _reentrant(view, call, *args)
+    if subclasses.keeps_parts(cls):
+        with without_view():
+            return subclasses.converted(view, cls, call, args)
     if cls.__module__ == "torch.distributed.nn.functional" and _has_parts(args, kwargs):
         check_results(view, cls.__name__, args)
     if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
@@ -142,8 +144,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_seen(cls: Any) -> bool:
-    is_identity = cls.__module__.startswith("torch.distributed.") and cls.__name__ in _IDENTITIES
-    return issubclass(cls, torch.autograd.Function) and not is_identity
+    return issubclass(cls, torch.autograd.Function)
 
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +195,8 @@ def _unseen(own: Callable[..., Any], name: str) -> Callable[..., Any]:
         view = current_view()
         if view is None or not _has_parts(args, kwargs):
             return own(*args, **kwargs)
-        if name == "as_subclass" and args[1:] == (Tensor,):
-            return mark(own(*args), part_of(args[0]))
+        if name == "as_subclass":
+            return mark(own(*args, **kwargs), part_of(args[0]))
         raise view.error(
             name, "gets a sharded tensor, of which it would see this rank's part alone", AS_WHOLE
         )

@@ -18,6 +18,7 @@ from .._exchange.layouts import pieces
 from .._exchange.pieces import Plan
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.groups_by_name import ParallelState
+from . import dtensors
 
 _T = TypeVar("_T")
 _SHARD = "_spar_shard"
@@ -300,6 +301,8 @@ class Parts:
         if part is None:
             return x
         rows = part.rows
+        if dtensors.is_distributed(x):
+            return dtensors.gathered(x, part.dim, lambda local: self.gather(mark(local, part)))
         if part.is_plain:
             whole = self._gathered(x, part.lengths, part.dim)
         elif rows is not None:

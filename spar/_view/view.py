@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
 
 from .._C import Mode, mark_results, replaced, use_view
+from . import subclasses
 from .aliases import Aliases
 from .bodies import body_of, is_collective
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
@@ -137,6 +138,10 @@ class View(Mode, TorchFunctionMode):
             if not (function.writes or may_draw(function.name) or func in _GRADIENTS):
                 self._remember_plain(func)
             return func(*args, **kwargs)
+        run = subclasses.run_of(self, function.name, func, args, kwargs)
+        if run is not None:
+            with self:
+                return run()
         step = self._step(key, function, func, args, kwargs)
         plan = step.plan
         if plan is None:
@@ -234,13 +239,15 @@ class View(Mode, TorchFunctionMode):
         call = FunctionCall(self.parts, name, func, args, kwargs)
         if any((part := part_of(x)) is not None and part.parts is not self.parts for x in call.tensors):
             raise self.error(name, "has a part of another view's", "gather it in its own forward")
+        if subclasses.computes(call.tensors):
+            return None
         found = rule_of(name)
         if found not in SERVE_UNEVEN and call.has_uneven:
             return None
         plan = found(call) if found is not None else None
         if plan is not None and plan.part and not call.is_inplace:
             verify(call, plan)
-        return plan
+        return None if plan is not None and subclasses.is_below(plan, call) else plan
 
     def _moved(self, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
         count = -1
@@ -430,7 +437,7 @@ def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _has_part(value: Any) -> bool:
     """Whether a value of a type that no key has holds a part."""
-    return any(part_of(x) is not None for x in tensors_in(value))
+    return any(map(subclasses.holds_part, tensors_in(value)))
 
 
 # In a key a call's strings, dtypes and the like stand for themselves.

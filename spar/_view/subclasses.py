@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor subclasses in a view: DTensors of parts are parts, and others meet whole tensors alone.
+
+The code of a subclass runs below the view, where it would take a part for a whole tensor. A DTensor over
+other ranks than those of the sequence runs torch's operators on the local shards, so that the rules of
+torch's functions hold for it: its part is an attribute, and its global shape has this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _disabled_torch_dispatch_impl, _disabled_torch_function_impl
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+
+from .call import FunctionCall, Plan
+from .dtensors import divides, is_distributed
+from .groups import is_apart
+from .part import Part, changed, mark, part_of, tensors_in
+
+_ORDINARY = (Tensor, Parameter)
+_TENSOR = "torch.distributed.tensor"
+# Functions of torch.distributed that return their tensors, or convert them from and to DTensors.
+_FSDP_HOOKS = ("RegisterPreBackwardFunction", "RegisterPostBackwardFunction")
+_CONVERSIONS = ("_FromTorchTensor", "_ToTorchTensor", "Redistribute")
+_ADVICE = "convert whole tensors, outside of the blocks or in a torch.autograd.Function"
+
+
+def holds_part(x: Tensor) -> bool:
+    """Whether a tensor is a part, or a subclass that wraps one."""
+    if part_of(x) is not None or type(x) in _ORDINARY:
+        return part_of(x) is not None
+    names = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else vars(x)
+    return any(part_of(getattr(x, name, None)) is not None for name in names)
+
+
+def run_of(view: Any, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return what runs a function of parts and subclasses in the view; None if the function's rule does.
+
+    Raises:
+        RuntimeError: a subclass wraps a part, which its code would take for a whole tensor.
+    """
+    found = [x for x in tensors_in(args, kwargs) if type(x) not in _ORDINARY]
+    for x in found:
+        if part_of(x) is None and holds_part(x):
+            raise view.error(name, f"gets a {type(x).__name__} that wraps a sharded tensor", _ADVICE)
+    if any(hasattr(x, "trigger_wait") for x in found):  # of a functional collective
+        args, kwargs = changed(_waited, (args, kwargs))
+        return functools.partial(func, *args, **kwargs)
+    kinds: tuple[Any, ...] = tuple(dict.fromkeys(map(type, found)))
+    for kind in kinds if torch._C._is_torch_function_enabled() else ():
+        if not _is_torchs(kind.__torch_function__):  # the functions that it calls come to the view
+            return functools.partial(kind.__torch_function__, func, kinds, args, kwargs)
+    return None
+
+
+def computes(*values: Any) -> bool:
+    """Whether an argument is of a subclass with code of its own below the view."""
+    return any(
+        type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
+        and not (is_distributed(x) or isinstance(x, FakeTensor))
+        for x in tensors_in(*values)
+        if type(x) not in _ORDINARY
+    )
+
+
+def is_below(plan: Plan, call: FunctionCall) -> bool:
+    """Whether a plan reads the memory of a DTensor of a part, which has none: it runs whole instead."""
+    tensors = call.tensors
+    read = tensors if plan.run is not None else [tensors[i] for i, _ in plan.moves]
+    return any(is_distributed(x) and part_of(x) is not None for x in read)
+
+
+def _is_torchs(function: Any) -> bool:
+    own = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return function is _disabled_torch_function_impl or getattr(function, "__func__", None) is own
+
+
+def _waited(x: Any) -> Any:
+    if not hasattr(x, "trigger_wait"):
+        return x
+    return mark(_Waited.apply(x), part_of(x))  # type: ignore[no-untyped-call]
+
+
+class _Waited(torch.autograd.Function):
+    """The tensor that a functional collective returns, once it is there: without a class of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.trigger_wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+# ---- DTensors ----
+
+
+def keeps_parts(cls: Any) -> bool:
+    """Whether a Function's results are the parts that it gets: FSDP2's hooks, and DTensor's conversions."""
+    module, name = str(cls.__module__), cls.__name__
+    is_hook = module.startswith("torch.distributed.") and name in _FSDP_HOOKS
+    return is_hook or (module.startswith(_TENSOR) and name in _CONVERSIONS)
+
+
+def converted(view: Any, cls: Any, call: Callable[..., Any], args: Any) -> Any:
+    """Call such a Function, and say which parts its results are."""
+    parts = [part_of(x) for x in tensors_in(args)]
+    if parts[0] is not None and cls.__name__ == "_FromTorchTensor":
+        _check(view, "DTensor.from_local", args[1], args[2], parts[0])
+        if args[4] is not None:
+            raise view.error("DTensor.from_local", "gets a sharded tensor, and its shape", "pass no shape")
+    elif parts[0] is not None and cls.__name__ == "_ToTorchTensor":
+        _check(view, "DTensor.to_local", args[0].device_mesh, args[0].placements, parts[0])
+    out = call(*args)
+    for x, part in zip(tensors_in(out), parts, strict=True):
+        mark(x, part)
+    return out
+
+
+def replacements(current_view: Callable[[], Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the owner, the name and the value of each attribute that is replaced while a view runs."""
+    yield Tensor, "_make_subclass", staticmethod(_make_subclass(Tensor._make_subclass, current_view))
+    if _TENSOR in sys.modules:
+        dtensor = sys.modules[_TENSOR].DTensor
+        yield dtensor, "to_local", _to_local(dtensor.to_local, current_view)
+
+
+def _make_subclass(own: Callable[..., Any], current_view: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def make(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is not None and part_of(data) is not None:
+            raise view.error(cls.__name__, "would be of this rank's part", _ADVICE)
+        return own(cls, data, *args, **kwargs)
+
+    return make
+
+
+def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Callable[..., Any]:
+    """own: DTensor's, which without gradients calls no Function."""
+
+    @functools.wraps(own)
+    def to_local(x: Any, *args: Any, **kwargs: Any) -> Any:
+        view, part = current_view(), part_of(x)
+        if view is None or part is None:
+            return own(x, *args, **kwargs)
+        _check(view, "DTensor.to_local", x.device_mesh, x.placements, part)
+        return mark(own(x, *args, **kwargs), part)
+
+    return to_local
+
+
+def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part) -> None:
+    if not is_apart(view.parts.group, mesh.mesh.flatten().tolist()):
+        raise view.error(name, "is over ranks that share a sequence", "take a mesh of other ranks")
+    if any(divides(placement, part.dim) for placement in placements):
+        raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", _ADVICE)
