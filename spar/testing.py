@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ._checks import check_int
 from ._control.state import Place
+from ._doctor.diagnose import diagnose
+from ._doctor.difference import Difference
 from ._group.group import MOST_EXCHANGES
 from ._group.registry import group_of
 from .ops.gather import all_gather, reduce_scatter
@@ -21,7 +23,7 @@ from .sequence_layout import SequenceLayout
 from .sizes import cal_split_sizes
 from .topology.resolve import Group, process_group
 
-__all__ = ["Entry", "Report", "compare"]
+__all__ = ["Difference", "Entry", "Report", "compare", "diagnose"]
 
 _NAME = "testing.compare"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters

@@ -175,6 +175,8 @@ UTILS = {
 TESTING = {
     "compare": "model_fn, batch, shard_fn, group=None, layout=None, seq_dim=1, reduce='sum', seed=0, "
     "show=True",
+    "diagnose": "model, step, show=True",
+    "Difference": "kind, module, function, file, line, error, ranks, text",
     "Report": "ranks, loss, reference_loss, entries",
     "Entry": "name, max_abs_error, max_rel_error, reference_norm, factor=None",
 }

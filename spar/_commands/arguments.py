@@ -11,20 +11,21 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Any
 
-from . import info
+from . import doctor, info
 from .bench import run as bench
 from .check import run as check
 from .plan import run as plan
 from .ranks import UsageError
 
 # modules, of which each has SUMMARY, DESCRIPTION, add_arguments and run, which returns the exit status
-COMMANDS: dict[str, Any] = {"info": info, "plan": plan, "check": check, "bench": bench}
+COMMANDS: dict[str, Any] = {"info": info, "plan": plan, "check": check, "doctor": doctor, "bench": bench}
 FIRST_PRINTS = 10.0  # seconds: a launcher ends all ranks once one failed, but rank 0 is to print why
 EPILOG = """\
 examples:
   python -m spar info
   python -m spar plan --ranks 8 --tokens 131072 --heads 32 --key-heads 8
   torchrun --standalone --nproc-per-node 4 -m spar check
+  torchrun --standalone --nproc-per-node 2 -m spar doctor train.py
   torchrun --standalone --nproc-per-node 2 -m spar bench --only all_to_all
 
 exit status: 0 success, 1 a check failed, 2 wrong arguments or an unusable environment"""

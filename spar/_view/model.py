@@ -130,6 +130,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return _STATE in vars(model)
 
 
+def states_of(model: torch.nn.Module) -> list[_Sharded]:
+    """Return what `shard_model` changed in a model and its modules."""
+    return [vars(module)[_STATE] for module in model.modules() if is_sharded(module)]
+
+
 def check_module(model: Any, where: str) -> None:
     """Check that a model is a module itself, not what DDP or torch.compile made of one."""
     if not isinstance(model, torch.nn.Module):
@@ -205,6 +210,7 @@ class _Sharded:
     def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
         self.model, self.view = model, view
         self.compared = False  # whether the ranks' inputs were, in the first forward
+        self.is_whole = False  # whether forwards run as in one process, for a comparison
         inner = [block for block in blocks.values() if block is not model]
         self.shards = _Shards(self, model) if len(inner) < len(blocks) else None  # if the model is a block
         self.hooks = [
@@ -290,7 +296,7 @@ class _ModelForward(_Forward):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         sharded, view = self.sharded, self.sharded.view
-        if view.parts.world == 1 or sharded.is_running:
+        if view.parts.world == 1 or sharded.is_running or sharded.is_whole:
             return self.own(*args, **kwargs)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
