@@ -140,7 +140,12 @@ static int add_tensor(reading *into, PyObject *x)
         return add_new(into, shard);
     }
     Py_DECREF(shard);
-    return add_new(into, PyObject_GetAttr(x, into->uses->shape));
+    PyObject *shape = PyObject_GetAttr(x, into->uses->shape);
+    if (shape || !PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return add_new(into, shape);
+    PyErr_Clear(); /* a nested tensor of torch.strided has no shape */
+    into->is_known = 0;
+    return 0;
 }
 
 /* A list's size is read before each item, because reading an item may run code. */

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .outside import again
 from .part import part_of
 from .view import View, without_view
 
+_NAME = "past_key_values"
 _CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 _INNER = ("self_attention_cache", "cross_attention_cache")  # of encoder-decoders
 
@@ -21,7 +22,9 @@ def follow(view: View, *values: Any) -> None:
     Outside of it a reordered part would be taken for a whole tensor.
     """
     for value in values:
-        for cache in (value, getattr(value, "past_key_values", None)):
+        is_mapping = isinstance(value, Mapping)  # whose attributes may be its entries, and raise KeyErrors
+        caches = [value.get(_NAME)] if is_mapping else [value, getattr(value, _NAME, None)]
+        for cache in caches:
             for each in (cache, *[getattr(cache, name, None) for name in _INNER]):
                 for layer in getattr(each, "layers", ()):
                     if part_of(getattr(layer, "keys", None)) is not None:

@@ -8,6 +8,7 @@ replaces transformers' mask functions, which make spans in a view, and its eager
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import sys
 import threading
@@ -78,6 +79,8 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
+            nested = torch._C._nested  # type: ignore[attr-defined]
+            _replace(nested, "nested_tensor", _nested(nested.nested_tensor))
             for owner, name in _UNSEEN:
                 _replace(owner, name, _unseen(getattr(owner, name), name))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
@@ -229,8 +232,22 @@ def _parameter(own: Callable[..., Any]) -> Callable[..., Any]:
     return new
 
 
-def _has_parts(args: Any, kwargs: Any) -> bool:
-    return any(part_of(x) is not None for x in tensors_in(args, kwargs))
+def _has_parts(*values: Any) -> bool:
+    return any(part_of(x) is not None for x in tensors_in(*values))
+
+
+@functools.lru_cache(maxsize=256)
+def _nested(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def nested_tensor(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is not None and _has_parts(tensors):
+            raise view.error(
+                "nested_tensor", "reads the memory of sharded tensors", "call torch.nested.as_nested_tensor"
+            )
+        return own(tensors, *args, **kwargs)
+
+    return nested_tensor
 
 
 @functools.lru_cache(maxsize=256)
@@ -301,3 +318,13 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def _refuse(view: View) -> Any:
+    raise TypeError(
+        "cannot pickle a sharded model, or a cache that it made: they belong to this process's group; save "
+        "model.state_dict(), or call spar.unshard_model(model) first"
+    )
+
+
+copyreg.pickle(View, _refuse)

@@ -95,7 +95,7 @@ def _quotient(local: int, whole: int) -> float:
 
 def multiply_adds(name: str, args: Any, kwargs: dict[str, Any]) -> int:
     """Return how many multiply-adds a function of whole tensors does, as far as they are of weight."""
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.is_nested]
     if len(tensors) < 2:
         return 0
     a, b = tensors[:2]
