@@ -351,7 +351,7 @@ def test_what_is_remembered_is_bounded(ranks: Ranks) -> None:
 
 def check_flex_attention(rank: int, world: int, group: Group) -> None:
     """Compare masks of all and of each head, captured tensors, fewer key heads, scores, joint sequences."""
-    import torch.nn.attention.flex_attention as flex
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # as models import it
 
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 12, 3, 16, generator=draw) for _ in range(3))
@@ -360,13 +360,13 @@ def check_flex_attention(rank: int, world: int, group: Group) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, near: Tensor) -> list[Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         n = q.shape[2]
-        causal = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, "cpu")
-        heads = flex.create_block_mask(lambda b, h, i, j: (i - j).abs() <= 4 * h, None, 3, n, n, "cpu")
+        causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, "cpu")
+        heads = create_block_mask(lambda b, h, i, j: (i - j).abs() <= 4 * h, None, 3, n, n, "cpu")
         found = [
-            flex.flex_attention(q, k, v, block_mask=causal),
-            flex.flex_attention(q, k[:, :1], v[:, :1], block_mask=heads, enable_gqa=True, scale=0.5),
-            flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * torch.where(near[j], 2.0, 1.0)),
-            flex.flex_attention(q, k, v, return_lse=True)[1],
+            flex_attention(q, k, v, block_mask=causal),
+            flex_attention(q, k[:, :1], v[:, :1], block_mask=heads, enable_gqa=True, scale=0.5),
+            flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * torch.where(near[j], 2.0, 1.0)),
+            flex_attention(q, k, v, return_lse=True)[1],
         ]
         return [x.transpose(1, 2) for x in found]
 

@@ -13,6 +13,8 @@ from conftest import Ranks
 from helpers.view_cases import Inputs, compare
 from torch import Tensor
 
+import spar
+
 pytestmark = pytest.mark.one_transport
 
 PAIRS = [
@@ -154,3 +156,29 @@ def check_writes(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_code_outside_of_torch_writes_is_in_the_parts(ranks: Ranks, world: int) -> None:
     ranks(world, check_writes)
+
+
+def check_composable(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """It imports the generator of checkpoints by its name."""
+    from torch.distributed._composable import checkpoint
+
+    def gradients(*groups: dist.ProcessGroup) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+        for block in model.layers:
+            checkpoint(block)
+        for own in groups:
+            spar.shard_model(model, own)
+        model(
+            torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1)).double()
+        ).sin().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for found, expected in zip(gradients(group), gradients(), strict=True):
+        dist.all_reduce(found, group=group)
+        torch.testing.assert_close(found / world, expected)
+
+
+def test_composable_checkpoints_recompute_in_the_view(ranks: Ranks) -> None:
+    ranks(2, check_composable)

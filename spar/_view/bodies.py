@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of torch that are written in Python: they run by the rules of what they call."""
+"""Functions of torch that are written in Python: they run by the rules of what they call, or call others."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _MODULES = ("torch.nn.functional", _COLLECTIVES)
 _bodies: dict[Any, Any] = {}
+_copies: dict[Any, Any] = {}
 
 
 def is_collective(func: Any) -> bool:
@@ -45,3 +48,26 @@ def body_of(func: Any) -> Any:
 
 def _never(*_: Any) -> bool:
     return False
+
+
+@contextlib.contextmanager
+def redirected(function: Any, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Let a function call another one, which `make` returns for a copy of it.
+
+    It is its code that changes: code that imported the function by its name calls the other one, too.
+    """
+    if function not in _copies:
+        _copies[function] = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__
+        )
+        _copies[function].__kwdefaults__ = function.__kwdefaults__
+    own, scope, name = function.__code__, function.__globals__, f"_spar_{function.__name__}"
+    made: dict[str, Any] = {}
+    exec(f"def call(*args, **kwargs): return {name}(*args, **kwargs)", made)
+    scope[name] = make(_copies[function])
+    function.__code__ = made["call"].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = own
+        del scope[name]

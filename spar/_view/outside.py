@@ -27,6 +27,7 @@ from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from . import collectives, subclasses
+from .bodies import redirected
 from .eager import attending
 from .flex import intercepting
 from .gradients import average_inputs
@@ -44,17 +45,16 @@ _IN_PYTHON = torch.autograd.Function.__dict__["apply"] is not _OWN_APPLY
 _APPLYING: Any = _SingleLevelFunction if _IN_PYTHON else torch.autograd.Function
 # Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
 # a dict.
-_RECOMPUTED = "_checkpoint_without_reentrant_generator"
-_RECOMPUTED += "_impl" * hasattr(checkpoints, f"{_RECOMPUTED}_impl")
-
+_NAME = "_checkpoint_without_reentrant_generator"
+_RECOMPUTED = getattr(checkpoints, f"{_NAME}_impl", None) or getattr(checkpoints, _NAME)
 _BY_CLASS = "call the apply of the class, as in F.apply(x)"
 _calls = threading.local()  # is_own: whether torch's `apply` is called by `_call`
 # Functions in C that no mode sees.
-_UNSEEN = (
-    (Tensor, "as_subclass"),
-    (torch.utils.dlpack, "to_dlpack"),
-    (torch, "to_dlpack"),
-    (torch.nested, "nested_tensor"),
+_UNSEEN: Any = (
+    (Tensor, "as_subclass", ""),
+    (torch.utils.dlpack, "to_dlpack", AS_WHOLE),
+    (torch, "to_dlpack", AS_WHOLE),
+    (torch._C._nested, "nested_tensor", "call torch.nested.as_nested_tensor"),  # type: ignore[attr-defined]
 )
 
 _lock = threading.Lock()
@@ -76,18 +76,16 @@ def intercepted(view: View) -> Iterator[None]:
             for found in (collectives.replacements(), subclasses.replacements(current_view)):
                 for owner, name, value in found:
                     _replace(owner, name, value)
-            _replace(checkpoints, _RECOMPUTED, _recomputed(getattr(checkpoints, _RECOMPUTED)))
+            _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
-            nested = torch._C._nested  # type: ignore[attr-defined]
-            _replace(nested, "nested_tensor", _nested(nested.nested_tensor))
-            for owner, name in _UNSEEN:
-                _replace(owner, name, _unseen(getattr(owner, name), name))
+            for owner, name, advice in _UNSEEN:
+                _replace(owner, name, _unseen(getattr(owner, name), name, advice))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
                 _replace(kind, "__call__", _scripted(kind.__call__))
             flex = sys.modules.get("torch.nn.attention.flex_attention")
             if flex is not None:
-                _replace(flex, "flex_attention", intercepting(flex.flex_attention))
+                _restore.enter_context(redirected(flex.flex_attention, intercepting))
             masks = sys.modules.get("transformers.masking_utils")
             if masks is not None:
                 _restore.enter_context(making_spans(masks))
@@ -192,7 +190,7 @@ def _forward(cls: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return out
 
 
-def _unseen(own: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _unseen(own: Callable[..., Any], name: str, advice: str) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         view = current_view()
@@ -200,9 +198,7 @@ def _unseen(own: Callable[..., Any], name: str) -> Callable[..., Any]:
             return own(*args, **kwargs)
         if name == "as_subclass":
             return mark(own(*args, **kwargs), part_of(args[0]))
-        raise view.error(
-            name, "gets a sharded tensor, of which it would see this rank's part alone", AS_WHOLE
-        )
+        raise view.error(name, "reads the memory of sharded tensors", advice)
 
     return call
 
@@ -237,19 +233,6 @@ def _has_parts(*values: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _nested(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def nested_tensor(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None and _has_parts(tensors):
-            raise view.error(
-                "nested_tensor", "reads the memory of sharded tensors", "call torch.nested.as_nested_tensor"
-            )
-        return own(tensors, *args, **kwargs)
-
-    return nested_tensor
-
-
 @functools.lru_cache(maxsize=256)
 def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
