@@ -4,6 +4,7 @@
 Operations on one process group, each differentiable:
 
     all_to_all                                   scatter one dim over the ranks, gather another
+    all_to_all_single                            send slices of any sizes for each pair of ranks
     all_gather                                   concatenate the shards of all ranks; sum their gradients
     reduce_scatter                               sum over the ranks, and keep this rank's shard
     split_forward_gather_backward                keep this rank's shard; gather gradients
@@ -13,6 +14,7 @@ Operations on one process group, each differentiable:
     load_balanced_gather_forward_split_backward  undo it, in natural order
     packed_data_split_forward_gather_backward    keep this rank's shard of each of several packed sequences
     packed_data_gather_forward_split_backward    undo it
+    roll                                         move tokens along a sequence, and around its end
     reorder_output                               reorder gathered zigzag chunks into natural order
     mean_loss                                    divide all ranks' loss by the number of all ranks' tokens
     masked_mean                                  average values over tokens, samples or groups of samples
@@ -74,6 +76,7 @@ from .errors import (
 from .groups import close, debug, empty_cache, init, memory_stats, transport
 from .loss import mean_loss
 from .ops.all_to_all import all_to_all
+from .ops.all_to_all_single import all_to_all_single
 from .ops.by_heads import by_heads
 from .ops.by_state import by_state
 from .ops.gather import all_gather, reduce_scatter
@@ -85,6 +88,7 @@ from .ops.hybrid import (
 )
 from .ops.masked_mean import masked_mean
 from .ops.names.mindspeed_mm import reorder_output
+from .ops.roll import roll
 from .ops.splits import (
     gather_forward_split_backward,
     load_balanced_gather_forward_split_backward,
@@ -113,6 +117,7 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_to_all",
+    "all_to_all_single",
     "attention",
     "by_heads",
     "by_state",
@@ -137,6 +142,7 @@ __all__ = [
     "rank_seed",
     "reduce_scatter",
     "reorder_output",
+    "roll",
     "shard_model",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",

@@ -112,6 +112,8 @@ SIGNATURES = {
     "Work.is_completed": "self",
     "mean_loss": "loss_sum, count, group=None, averaged_by=None",
     "masked_mean": "values, mask, layout, by='token', groups=None, total=None, group=None, averaged_by=None",
+    "all_to_all_single": "input_, split_sizes, group=None, dim=0",
+    "roll": "input_, shifts, layout, dim=1",
     "token_logprobs": "logits, labels, layout, temperature=1.0, ignore_index=-100, gather=None, "
     "grad_scale=NOT_GIVEN",
     "rank_seed": "seed, group=None",

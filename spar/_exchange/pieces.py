@@ -23,6 +23,7 @@ Wanted = Sequence[tuple[int, int]]
 # (first, number) along a dim.
 Part = tuple[int, int]
 ZEROS = -1
+AROUND = -1  # instead of how much longer a run is: it goes on at its document's other end
 # With more parts than that, one index is faster than a concatenation.
 _FEW = 16
 
@@ -190,6 +191,7 @@ def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
 def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> Plan:
     """Return the plan of each run, moved by an offset and longer by `more`; zeros beyond its document's ends.
 
+    more: or AROUND.
     documents: whether the sequences of a packed layout are apart; else the whole is one.
     """
     held = shards(layout, world)
@@ -200,7 +202,11 @@ def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: in
         for run in runs:
             if run.size > 0:
                 low, high = ends[run.sequence if documents else 0]
-                listed += within(run.start + offset, run.size + more, low, high)
+                start = run.start + offset
+                if more == AROUND:
+                    listed += around(start, run.size, low, high)
+                else:
+                    listed += within(start, run.size + more, low, high)
         wanted.append(listed)
     return plan_pieces(held, wanted, rank)
 
@@ -283,6 +289,13 @@ def in_documents(layout: Layout, lengths: Sequence[int], world: int) -> tuple[in
     runs = sorted([(x.start, rank, x.size) for rank, listed in enumerate(held) for x in listed])
     sizes = [sum([x.size for x in listed]) for listed in held]
     return (len(lengths), *lengths, *itertools.chain(*[run[1:] for run in runs]), *sizes)
+
+
+def around(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+    """Return an interval of at most high - low whose ends are joined."""
+    first = low + (start - low) % (high - low)
+    ahead = min(size, high - first)
+    return [(first, ahead), (low, size - ahead)]
 
 
 def within(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from .dispatch import chained, define, implement, number_of_newest
 from .gathering import gather_pieces, gathering_of
 from .graph_ops import code
 from .layouts import Layout, pieces
-from .pieces import remembered_plan
+from .pieces import AROUND, remembered_plan
 from .watch import must_record
 
 
@@ -116,19 +116,20 @@ define("gather_pieces" + _SCHEMA.format(", str code", "Tensor"), _run)
 
 
 def gather_runs(
-    call: Arguments, layout: Layout, documents: bool, offset: int, more: int, fill: float
+    call: Arguments, layout: Layout, documents: bool, offset: int, more: int, fill: float = 0
 ) -> Tensor:
     """Gather each run of this rank, moved by an offset and longer by `more`, along the layout's dim.
 
-    documents: as of `plan_runs`.
+    documents, more: as of `plan_runs`.
     """
     x, dim, numbers, world, rank = call.input, layout[0], (0, *layout[1:]), call.world, call.rank
-    note = f"offset {offset}, {more} more"
+    note = f"offset {offset}, {'around' if more == AROUND else f'{more} more'}"
     if not is_dynamo_compiling():
         plan = remembered_plan(numbers, documents, world, rank, offset, more)
         return gather_pieces(call, plan, [x], dim, note, fill)[0]
     runs = [run for run in pieces(numbers, world, rank) if run.size > 0]
     shard = x.size(dim)
+    size = shard if more == AROUND else shard + more * len(runs)
     place = call.group.handle, world, rank
     wish = Wish(
         *place,
@@ -141,7 +142,7 @@ def gather_runs(
         dim,
         float(fill),
         shard,
-        shard + more * len(runs),
+        size,
     )
     output: Tensor = torch.ops.spar.gather_pieces(x, *wish, False, False, code())
     return output

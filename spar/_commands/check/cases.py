@@ -221,6 +221,23 @@ def slice_and_pad(f: Any, s: Setting, ids: Tensor, positions: Tensor) -> Tensors
     return [part, positions if placed is None else placed]
 
 
+def counted(s: Setting, run: Run) -> Trial:
+    counts = [[(2 * p + 3 * q) % 4 for q in range(s.world)] for p in range(s.world)]
+
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        parts = [tensors[0].split(row, 1) for tensors, row in zip(inputs, counts, strict=True)]
+        return [[torch.cat([part[rank] for part in parts], 1)] for rank in range(s.world)]
+
+    inputs = [[numbers(2, sum(row), 3, seed=rank)] for rank, row in enumerate(counts)]
+    return Trial(inputs, partial(run, counts), reference)
+
+
+def rolled(s: Setting, run: Run, index: Tensors) -> Trial:
+    """Each token moves by two places, the last ones to the front."""
+    parts = chosen([numbers(2, sum(map(len, index)), 3)], index)
+    return Trial(parts, run, lambda inputs: chosen([joined(inputs, index)[0].roll(2, 1)], index))
+
+
 def averaged(s: Setting, run: Run, scale: Callable[[Any, int], Any] | None = None) -> Trial:
     """One of several ranks has no tokens."""
     counts = [3 * rank for rank in range(1, s.world)] + [0 if s.world > 1 else 3]
@@ -327,6 +344,7 @@ OPERATIONS = [
     ),
     all_to_all("out", into_out, "uneven", gradient=NO_GRADIENT),
     all_to_all("large", lambda f, s, n, x: f(x, s.group, gather_size=sum(n)), "large tokens", width=WIDE),
+    case("all_to_all_single", counted, "", lambda f, s, counts, x: f(x, counts, s.group, 1)),
     all_gather("uneven", lambda f, s, n, x: f(x, s.group, 1, n), "uneven"),
     all_gather("even", lambda f, s, n, x: f(x, s.group, 1), "even"),
     all_gather("zigzag layout", lambda f, s, n, x: f(x, dim=1, layout=zigzagged(s, n)), "zigzag"),
@@ -365,6 +383,7 @@ OPERATIONS = [
     case("sharding.ShardingValidator", validated, "shard and gather", validate),
     case("data.SPDataProcessor", processed, "", process),
     case("data.sp_slice_and_pad_input", sliced, "uneven", slice_and_pad),
+    case("roll", rolled, "", lambda f, s, n, x: f(x, 2, zigzagged(s, n)), "zigzag"),
     case("mean_loss", averaged, "a rank without tokens", lambda f, s, count, x: f(x, count, s.group)),
     case("mean_loss", averaged, "averaged_by", averaged_by, scale=operator.mul),
     case(
