@@ -141,6 +141,11 @@ def _convolve(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
         return x.cos()
     channels, span = x.size(1), rng.choice([1, 2, 3, 5])
     weight = torch.linspace(-1, 1, channels * span, dtype=x.dtype).view(channels, 1, span)
+    if rng.random() < 0.3:
+        side, stride = rng.randrange(span), rng.randrange(1, 4)
+        if rng.random() < 0.5:
+            return F.conv_transpose1d(x, weight, stride=stride, padding=side, groups=channels)
+        return F.conv1d(x, weight, padding=side, stride=stride, groups=channels)
     if rng.random() < 0.5:
         return F.conv1d(x, weight, padding=span // 2, stride=rng.choice([1, 1, 2]), groups=channels)
     if rng.random() < 0.5:
@@ -157,6 +162,9 @@ def _resample(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
         [
             lambda: F.interpolate(x, scale_factor=2.0, mode=rng.choice(["nearest", "nearest-exact"])),
             lambda: F.avg_pool1d(x, 2),
+            lambda: F.max_pool1d(x, 2, rng.randrange(1, 4), rng.randrange(2)),
+            lambda: F.adaptive_avg_pool1d(x, rng.randrange(1, 9)),
+            lambda: F.interpolate(x, size=rng.randrange(1, 20), mode=rng.choice(["linear", "nearest"])),
             lambda: F.group_norm(x, 1) if x[0].numel() > 1 else x,
             lambda: F.instance_norm(x),
         ]
@@ -206,6 +214,7 @@ STEPS: list[Step] = [
     lambda rng, x, y: x * torch.linspace(0, 1, x.size(-1), dtype=x.dtype),
     lambda rng, x, y: torch.where(x > 0, x, x * 0.1),
     lambda rng, x, y: F.pad(x, (1, 0)),
+    lambda rng, x, y: F.dropout(x, 0.3),
     _convolve,
     _resample,
     _hooked,

@@ -45,9 +45,8 @@ def product(call: FunctionCall) -> Plan | None:
     dims = max(a.dim(), b.dim())
     local = a.numel() * b.size(-1)
     at = (1, 0) if call.name == "__rmatmul__" else (0, 1)  # a and b may be the same tensor
-    if of_a and of_b and at_a == -1 and at_b == -2 and of_a.at(0) is of_b.at(0):
-        parts, function = call.parts, call.function
-        return Plan(run=lambda *tensors: sum_over_ranks(parts, function(*tensors)), work=work(local, a, of_a))
+    if of_a and of_b and at_a == -1 and at_b == -2:
+        return _contracted(call, a, b, of_a)
     if of_a and at_a == -2:
         if of_b and at_b < -2:
             return None
@@ -64,7 +63,24 @@ def product(call: FunctionCall) -> Plan | None:
             return Plan(of_a.at(dims + at_a), work=work(local, a, of_a))
         if of_b is None and b.shape[at_a] == of_a.whole:
             return Plan(of_a.at(dims + at_a), moves_to(call, [(b, other)]), work=work(local, a, of_a))
+    if of_a and at_a == -1 and not of_b:
+        return _contracted(call, a, b, of_a)
+    if of_b and at_b == -2 and not of_a:
+        return _contracted(call, a, b, of_b)
     return None
+
+
+def _contracted(call: FunctionCall, a: Tensor, b: Tensor, part: Part) -> Plan | None:
+    """Multiply each rank's columns of a with its rows of b, and sum the products of the ranks."""
+    if a is b:
+        return None
+    moves = moves_to(call, [(a, part.at(a.dim() - 1)), (b, part.at(b.dim() - 2))])
+    parts, function, amount = call.parts, call.function, whole_numel(a) * whole_shape(b)[-1]
+    return Plan(
+        moves=moves,
+        run=lambda *tensors: sum_over_ranks(parts, function(*tensors)),
+        work=shared(amount, part),
+    )
 
 
 @rule("baddbmm addmm")
