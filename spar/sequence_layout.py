@@ -114,9 +114,7 @@ class SequenceLayout:
         return cls("balanced", _C.balance(tuple(checked), real.size(), float(tolerance)), real)
 
     @classmethod
-    def of_runs(
-        cls, runs: Sequence[Sequence[tuple[int, int]]], group: Group = None, lengths: Sizes | None = None
-    ) -> SequenceLayout:
+    def of_runs(cls, runs: Sequence[Sequence[tuple[int, int]]], group: Group = None) -> SequenceLayout:
         """Lay out the runs of tokens that are given for each rank, as another library lays them.
 
         Megatron and Transformer Engine lay each packed document (thd) in zigzag order over the ranks:
@@ -126,22 +124,20 @@ class SequenceLayout:
 
             documents = list(map(slices, itertools.accumulate(lengths, initial=0), lengths))
             runs = [[cut[i] for cut in documents for i in (r, 2 * P - 1 - r)] for r in range(P)]
-            layout = SequenceLayout.of_runs(runs, group, lengths)
+            layout = SequenceLayout.of_runs(runs, group).with_documents(lengths)
 
         Make it outside of compiled functions.
 
         Args:
             runs: for each rank `(start, stop)` of each of its runs, as of slices of the sequence, ascending.
                 Together they are the sequence, each token once. The same on all ranks.
-            lengths: of packed documents, which runs may cross. None: the sequence has no documents.
 
         Raises:
-            ValueError: a token is on no rank or on several, runs of a rank do not ascend, or lengths do not
-                sum to the sequence's.
+            ValueError: a token is on no rank or on several, or runs of a rank do not ascend.
             TypeError: runs are not lists of pairs of ints.
         """
         real = process_group(group, "SequenceLayout.of_runs")
-        return cls("runs", numbers_of_runs("SequenceLayout.of_runs", runs, lengths, real.size()), real)
+        return cls("runs", numbers_of_runs("SequenceLayout.of_runs", runs, real.size()), real)
 
     @classmethod
     def joint(cls, text: int, image: int, group: Group = None) -> SequenceLayout:
@@ -208,8 +204,7 @@ class SequenceLayout:
     @property
     def is_packed(self) -> bool:
         """Whether it has documents, of which each token attends to its own: packed, balanced, or given."""
-        of_kind = self.kind in ("packed", "balanced", "documents")
-        return of_kind or (self.kind == "runs" and self.numbers[0] != 1)
+        return self.kind in ("packed", "balanced", "documents")
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -40,14 +40,12 @@ def check_thd(rank: int, world: int, group: Group) -> None:
 
     documents = list(map(slices, accumulate(lengths, initial=0), lengths))
     runs = [[cut[i] for cut in documents for i in (r, chunks - 1 - r)] for r in range(world)]
-    layout = SequenceLayout.of_runs(runs, group, lengths)
+    layout = SequenceLayout.of_runs(runs, group).with_documents(lengths)
     assert_same(layout.index(), thd_indices(lengths, world, rank))
     assert layout.is_packed and layout.lengths == tuple(lengths)
-    assert repr(layout) == f"SequenceLayout.of_runs({lengths}, {world} ranks)"
-    again = SequenceLayout.of_runs(
-        [[(i, i + 1) for a, b in run for i in range(a, b)] for run in runs], group, lengths
-    )
-    assert again == layout, "neighbouring runs are one"
+    assert repr(layout) == f"SequenceLayout.with_documents({lengths}, {world} ranks)"
+    tokens = [[(i, i + 1) for a, b in run for i in range(a, b)] for run in runs]
+    assert SequenceLayout.of_runs(tokens, group) == SequenceLayout.of_runs(runs, group), "neighbours are one"
     whole = inputs(sum(lengths), 4, 4, torch.float64)
     expected = expected_of(whole, causal=True, documents=lengths)
     for method in METHODS:
@@ -66,23 +64,21 @@ def test_thd_of_megatron_and_transformer_engine(ranks: Ranks, world: int) -> Non
 
 
 def check_errors(rank: int, world: int, group: Group) -> None:
-    bad: list[tuple[Any, Any, type[Exception], str]] = [
-        ([[(0, 4)], [(5, 9)]], None, ValueError, "runs leave out tokens 4 to 4; expected each token"),
-        ([[(0, 4)], [(3, 9)]], None, ValueError, r"runs\[1\] has token 3, which another rank has, too"),
-        ([[(4, 6), (0, 4)], []], None, ValueError, r"runs\[0\]\[1\] is \(0, 4\); .* with 6 <= start"),
-        ([[(3, 0)], []], None, ValueError, r"runs\[0\]\[0\] is \(3, 0\); expected \(start, stop\)"),
-        ([[(0, 4, 1)], []], None, ValueError, r"is \(0, 4, 1\); expected \(start, stop\)"),
-        ([[(0, 9)]], None, ValueError, "runs is a list of 1; expected one of each of 2 ranks"),
-        ([[(0, 9)], []], [4, 4], ValueError, "lengths sum to 8; expected 9, the tokens of the runs"),
-        ([[(0, 9)], []], [10, -1], ValueError, r"lengths\[1\] is -1"),
-        ([[(0, 2**62)], [(2**62, 2**63)]], None, ValueError, r"runs sum to \d+; expected a sum below 2\^63"),
-        ([[(0, 4.5)], []], None, TypeError, r"runs\[0\]\[0\]\[1\] is 4.5; expected an int"),
-        ([[0, 4], []], None, TypeError, r"runs\[0\]\[0\] is 0; expected a list of ints"),
-        ([torch.zeros(1), []], None, TypeError, r"runs\[0\] is tensor"),
+    bad: list[tuple[Any, type[Exception], str]] = [
+        ([[(0, 4)], [(5, 9)]], ValueError, "runs leave out tokens 4 to 4; expected each token"),
+        ([[(0, 4)], [(3, 9)]], ValueError, r"runs\[1\] has token 3, which another rank has, too"),
+        ([[(4, 6), (0, 4)], []], ValueError, r"runs\[0\]\[1\] is \(0, 4\); .* with 6 <= start"),
+        ([[(3, 0)], []], ValueError, r"runs\[0\]\[0\] is \(3, 0\); expected \(start, stop\)"),
+        ([[(0, 4, 1)], []], ValueError, r"is \(0, 4, 1\); expected \(start, stop\)"),
+        ([[(0, 9)]], ValueError, "runs is a list of 1; expected one of each of 2 ranks"),
+        ([[(0, 2**62)], [(2**62, 2**63)]], ValueError, r"runs sum to \d+; expected a sum below 2\^63"),
+        ([[(0, 4.5)], []], TypeError, r"runs\[0\]\[0\]\[1\] is 4.5; expected an int"),
+        ([[0, 4], []], TypeError, r"runs\[0\]\[0\] is 0; expected a list of ints"),
+        ([torch.zeros(1), []], TypeError, r"runs\[0\] is tensor"),
     ]
-    for runs, lengths, kind, text in bad:
+    for runs, kind, text in bad:
         with pytest.raises(kind, match=f"SequenceLayout.of_runs: .*{text}"):
-            SequenceLayout.of_runs(runs, group, lengths)
+            SequenceLayout.of_runs(runs, group)
     runs = [[(0, 4)], [(4, 9)]] if rank == 0 else [[(0, 3), (4, 5)], [(3, 4), (5, 9)]]
     with pytest.raises(spar.MismatchError, match="in the order of the gathered dim: consecutive"):
         layout = SequenceLayout.of_runs(runs, group)

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
 from typing import Any
 
-from .._checks import check_ints, check_lengths, check_sum, check_type
+from .._checks import check_ints, check_sum, check_type
 from .layouts import Args
 
 
-def numbers_of_runs(where: str, runs: Any, lengths: Any, world: int) -> Args:
+def numbers_of_runs(where: str, runs: Any, world: int) -> Args:
     """Return the numbers of the kind RUNS.
 
     Args:
         where: names the call in messages.
         runs: for each rank, its `(start, stop)` in the sequence, ascending.
-        lengths: of the documents; None: there are none.
 
     Raises:
         ValueError: the runs of all ranks are not the sequence, each token once.
@@ -39,29 +36,19 @@ def numbers_of_runs(where: str, runs: Any, lengths: Any, world: int) -> Args:
             if bounds[0] < bounds[1]:
                 found.append((bounds[0], bounds[1], rank))
             end = bounds[1]
-    documents = None if lengths is None else check_lengths(where, "lengths", lengths)
-    ends = [*itertools.accumulate(documents or ())]
-    edges, sizes, total = set(ends), [0] * world, 0
-    numbers: list[
-        int
-    ] = []  # rank and size of each run, cut where documents end, and joined where they do not
+    sizes, total = [0] * world, 0
+    numbers: list[int] = []  # the rank and the size of each run; neighbours of a rank are one
     for start, stop, rank in sorted(found):
         if start != total:
             wrong = f"runs leave out tokens {total} to {start - 1}"
             if start < total:
                 wrong = f"runs[{rank}] has token {start}, which another rank has, too"
             raise ValueError(f"{where}: {wrong}; expected each token of the sequence on one rank")
-        for end in (*ends[bisect_right(ends, start) : bisect_left(ends, stop)], stop):
-            if numbers and numbers[-2] == rank and start not in edges:
-                numbers[-1] += end - start
-            elif end > start:
-                numbers += rank, end - start
-            start = end
-        sizes[rank] += stop - total
+        if numbers and numbers[-2] == rank:
+            numbers[-1] += stop - start
+        else:
+            numbers += rank, stop - start
+        sizes[rank] += stop - start
         total = stop
     check_sum(where, "runs", sizes)
-    if documents is not None and sum(documents) != total:
-        text = f"lengths sum to {sum(documents)}; expected {total}, the tokens of the runs"
-        raise ValueError(f"{where}: {text}")
-    documents = [total] if documents is None else documents
-    return len(documents), *documents, *numbers, *sizes
+    return 1, total, *numbers, *sizes

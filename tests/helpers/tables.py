@@ -214,15 +214,12 @@ MAKERS = {
         lambda group, lengths: SequenceLayout.balanced(lengths, group),
     ),
     "of_runs": Maker(
-        "runs, group=None, lengths=None",
-        lambda world: [
-            *((_in_eight(total, world), None) for total in TOTALS),
-            *((_in_eight(sum(lengths), world), lengths) for lengths in DOCUMENTS),
-        ],
-        lambda total, world: (_in_eight(total, world), None),
+        "runs, group=None",
+        lambda world: [(_in_eight(total, world),) for total in TOTALS],
+        lambda total, world: (_in_eight(total, world),),
         _owners_of,
-        lambda runs, lengths: [len(_owners_of(0, runs))] if lengths is None else lengths,
-        lambda group, runs, lengths: SequenceLayout.of_runs(runs, group, lengths),
+        lambda runs: [len(_owners_of(0, runs))],
+        lambda group, runs: SequenceLayout.of_runs(runs, group),
     ),
     "joint": Maker(
         "text, image, group=None",

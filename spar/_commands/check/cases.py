@@ -82,13 +82,17 @@ def token_runs(s: Setting) -> list[list[tuple[int, int]]]:
     return [[(place, place + 1) for place in part.tolist()] for part in index]
 
 
+def documents_of_runs(s: Setting) -> spar.SequenceLayout:
+    return spar.SequenceLayout.of_runs(token_runs(s), s.group).with_documents(DOCUMENTS)
+
+
 # a maker of SequenceLayout: where each rank's tokens lie, and the layout of the sizes
 LAYOUTS: dict[str, tuple[str, Callable[[Setting, Sizes], spar.SequenceLayout]]] = {
     "even": ("uneven", lambda s, n: spar.SequenceLayout.even(sum(n), s.group)),
     "zigzag": ("zigzag", lambda s, n: spar.SequenceLayout.zigzag(sum(n), s.group)),
     "packed": ("packed", lambda s, n: spar.SequenceLayout.packed(DOCUMENTS, s.group)),
     "balanced": ("balanced", lambda s, n: spar.SequenceLayout.balanced(long_and_short(s.world), s.group, 0)),
-    "of_runs": ("documents", lambda s, n: spar.SequenceLayout.of_runs(token_runs(s), s.group, DOCUMENTS)),
+    "of_runs": ("documents", lambda s, n: documents_of_runs(s)),
     "joint": ("joint", lambda s, n: spar.SequenceLayout.joint(5, sum(n) - 5, s.group)),
     "from_local": ("uneven", lambda s, n: spar.SequenceLayout.from_local(n[s.rank], s.group)),
     "hybrid": ("hybrid", lambda s, n: spar.SequenceLayout.hybrid(sum(n), s.state)),
