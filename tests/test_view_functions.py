@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from spar import cal_split_sizes, shard_model
 from spar._view.call import rule_of
 from spar._view.functions import function_of
 from spar._view.part import part_of
-from spar._view.view import MEMORY
+from spar._view.view import MEMORY, View
 
 # Exchanges over each transport are tested by other modules.
 pytestmark = pytest.mark.one_transport
@@ -169,6 +171,37 @@ def check_unseen(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_functions_that_no_mode_sees_are_refused(ranks: Ranks) -> None:
     ranks(2, check_unseen)
+
+
+def check_threads(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # its thread is there before the view
+
+        def run(view: View, x: Tensor) -> Any:
+            assert pool.submit(torch.ones(2).sum).result() == 2
+            return pool.submit(x.mean).result()
+
+        with pytest.raises(RuntimeError, match=r"mean at .* in a thread that the model started"):
+            viewed(group, run)
+    errors: list[Any] = []
+
+    def compute(x: Tensor) -> None:
+        try:
+            x.mean()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def start(view: View, x: Tensor) -> None:
+        thread = threading.Thread(target=compute, args=(x,))
+        thread.start()
+        thread.join()
+
+    viewed(group, start)
+    assert len(errors) == 1
+
+
+def test_threads_of_a_model_do_not_compute_on_parts(ranks: Ranks) -> None:
+    ranks(2, check_threads)
 
 
 class Layers(nn.Module):

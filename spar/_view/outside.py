@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
-from . import collectives, subclasses
+from . import collectives, subclasses, threads
 from .bodies import redirected
 from .eager import attending
 from .flex import intercepting
@@ -73,9 +74,9 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(FunctionMeta, "__getattribute__", _attribute)
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
-            for found in (collectives.replacements(), subclasses.replacements(current_view)):
-                for owner, name, value in found:
-                    _replace(owner, name, value)
+            found = collectives.replacements(), subclasses.replacements(current_view), threads.replacements()
+            for owner, name, value in itertools.chain(*found):
+                _replace(owner, name, value)
             _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
