@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,15 @@ class Grow(torch.autograd.Function):
         return x.unsqueeze_(0).sum()
 
 
+class Held(torch.autograd.Function):
+    """Reads a tensor of an object."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, holder: SimpleNamespace) -> Tensor:
+        total: Tensor = x + holder.tensor
+        return total
+
+
 @torch.jit.script
 def scripted(x: Tensor) -> Tensor:
     return x.mul_(2).cumsum(1)
@@ -146,6 +156,9 @@ def check_writes(rank: int, world: int, group: dist.ProcessGroup) -> None:
     refused: dict[str, Callable[[Tensor], Any]] = {
         "that was changed in place through another one": lambda z: Same.apply(z.detach()).add_(1),  # type: ignore[no-untyped-call]
         "tensors that share memory, of shapes": lambda z: Accumulate.apply(z, z.detach()),  # type: ignore[no-untyped-call]
+        "Held at .* has a sharded tensor otherwise than by an argument": (
+            lambda z: Held.apply(z, SimpleNamespace(tensor=z * 1))  # type: ignore[no-untyped-call]
+        ),
         "Grow at .* changes the shape of a sharded tensor in place": lambda z: Grow.apply(z.detach()),  # type: ignore[no-untyped-call]
     }
     for message, change in refused.items():

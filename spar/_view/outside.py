@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
 
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
@@ -142,7 +143,29 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
         with without_view():
             return mark(call(*args, **kwargs), part_of(args[0]))
-    return view.outside(cls.__name__, call, args, kwargs)
+
+    def guarded(*wholes: Any, **named: Any) -> Any:
+        with _Whole(view, cls.__name__):
+            return call(*wholes, **named)
+
+    return view.outside(cls.__name__, guarded, args, kwargs)
+
+
+class _Whole(TorchFunctionMode):
+    """Raises where a Function that runs on whole tensors reads a part, which no argument can be."""
+
+    def __init__(self, view: View, name: str) -> None:
+        super().__init__()
+        self.view, self.name = view, name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _has_parts(args, kwargs):
+            raise self.view.error(
+                self.name,
+                "has a sharded tensor otherwise than by an argument",
+                "pass it to apply as a tensor",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _is_seen(cls: Any) -> bool:
