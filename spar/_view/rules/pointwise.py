@@ -100,14 +100,12 @@ def aligned(
         if x is reference:
             continue
         own, dim = part_of(x), x.dim() - behind
-        if dim < 0:  # it has no dim of tokens
+        if own is not None and dim >= 0 and own is part.at(dim):
+            continue
+        size = whole_shape(x)[dim] if dim >= 0 else 1
+        if size == 1 != part.whole or dim < 0:  # each rank's tokens need all of it
             if own is not None:
                 moves.append((i, None))
-            continue
-        if own is not None and own is part.at(dim):
-            continue
-        size = whole_shape(x)[dim]
-        if size == 1 and own is None:
             continue
         if size != part.whole:
             return None
