@@ -246,5 +246,33 @@ def check_no_work(rank: int, world: int, group: Group) -> None:
             model(torch.ones(1, 1, 8, 8, dtype=torch.float64))
 
 
+class Convolutions(nn.Module):
+    """A U-Net's lists of blocks, whose images are no sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)])
+        self.up = nn.ModuleList([nn.Conv2d(4, 1, 3, padding=1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.down, *self.up):
+            x = block(x)
+        return x
+
+
+def check_images(rank: int, world: int, group: Group) -> None:
+    for blocks, hint in ((None, True), ([""], False)):
+        model = Convolutions()
+        report = spar.shard_model(model, group, blocks=blocks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(torch.ones(1, 1, 8, 8))
+        assert ('pass blocks=[""] to spar.shard_model' in str(report)) == hint, report
+
+
+def test_reports_name_the_blocks_of_images(ranks: Ranks) -> None:
+    ranks(2, check_images)
+
+
 def test_reports_without_work(ranks: Ranks) -> None:
     ranks(2, check_no_work)

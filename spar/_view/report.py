@@ -48,6 +48,7 @@ class Report:
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
         self.warned = False
+        self._convolved_whole = False  # images or videos, in a block
         # By whether it is inside blocks: multiply-adds of this rank, and of the whole.
         self._work = {True: [0, 0], False: [0, 0]}
 
@@ -76,6 +77,7 @@ class Report:
         work = multiply_adds(name, args, kwargs)
         if work:
             self.add((work, work), in_block)
+            self._convolved_whole |= in_block and name in ("conv2d", "conv3d")
 
     def __str__(self) -> str:
         if isnan(self.share_of_model):
@@ -85,6 +87,8 @@ class Report:
         else:
             shares = f"does {self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"
         lines = [f"this rank {shares}"]
+        if self._convolved_whole and self.share > 0.9:
+            lines.append('  for rows of images or videos, pass blocks=[""] to spar.shard_model')
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)
 
