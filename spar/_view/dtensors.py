@@ -20,7 +20,7 @@ def gathered(x: Any, dim: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate() if divides(placement, dim) else placement for placement in x.placements]
-    whole = gather(x.redistribute(placements=placements).to_local())
+    whole = gather(waited(x.redistribute(placements=placements).to_local()))
     shape = torch.Size([*x.shape[:dim], whole.size(dim), *x.shape[dim + 1 :]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(whole, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -29,3 +29,24 @@ def gathered(x: Any, dim: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
 def divides(placement: Any, dim: int) -> bool:
     """Whether a placement divides a dim."""
     return getattr(placement, "dim", None) == dim
+
+
+def is_waiting(x: Any) -> bool:
+    """Whether x is what a functional collective returns before it has ended."""
+    return hasattr(x, "trigger_wait")
+
+
+def waited(x: Any) -> Any:
+    """Return the tensor of a functional collective, once it has ended."""
+    return _Waited.apply(x) if is_waiting(x) else x  # type: ignore[no-untyped-call]
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.trigger_wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

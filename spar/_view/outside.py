@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -75,8 +74,10 @@ def intercepted(view: View) -> Iterator[None]:
             _replace(FunctionMeta, "__getattribute__", _attribute)
             own = torch.nn.Parameter.__dict__["__new__"].__func__
             _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
-            found = collectives.replacements(), subclasses.replacements(current_view), threads.replacements()
-            for owner, name, value in itertools.chain(*found):
+            collectives.install()
+            subclasses.install(current_view)
+            _replace(Tensor, "_make_subclass", subclasses.make_subclass(current_view))
+            for owner, name, value in threads.replacements():
                 _replace(owner, name, value)
             _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
             for module in (torch.nn.functional, torch.functional, torch._tensor):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from .call import FunctionCall, Plan
-from .dtensors import divides, is_distributed
+from .dtensors import divides, is_distributed, is_waiting, waited
 from .groups import is_apart
 from .part import Part, changed, mark, part_of, tensors_in
 
@@ -50,8 +50,8 @@ def run_of(view: Any, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -
     for x in found:
         if part_of(x) is None and holds_part(x):
             raise view.error(name, f"gets a {type(x).__name__} that wraps a sharded tensor", _ADVICE)
-    if any(hasattr(x, "trigger_wait") for x in found):  # of a functional collective
-        args, kwargs = changed(_waited, (args, kwargs))
+    if any(map(is_waiting, found)):
+        args, kwargs = changed(waited, (args, kwargs))
         return functools.partial(func, *args, **kwargs)
     kinds: tuple[Any, ...] = tuple(dict.fromkeys(map(type, found)))
     for kind in kinds if torch._C._is_torch_function_enabled() else ():
@@ -82,25 +82,6 @@ def _is_torchs(function: Any) -> bool:
     return function is _disabled_torch_function_impl or getattr(function, "__func__", None) is own
 
 
-def _waited(x: Any) -> Any:
-    if not hasattr(x, "trigger_wait"):
-        return x
-    return mark(_Waited.apply(x), part_of(x))  # type: ignore[no-untyped-call]
-
-
-class _Waited(torch.autograd.Function):
-    """The tensor that a functional collective returns, once it is there: without a class of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
-        found: Tensor = x.trigger_wait()
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 # ---- DTensors ----
 
 
@@ -120,21 +101,28 @@ def converted(view: Any, cls: Any, call: Callable[..., Any], args: Any) -> Any:
             raise view.error("DTensor.from_local", "gets a sharded tensor, and its shape", "pass no shape")
     elif parts[0] is not None and cls.__name__ == "_ToTorchTensor":
         _check(view, "DTensor.to_local", args[0].device_mesh, args[0].placements, parts[0])
-    out = call(*args)
+    out = changed(waited, call(*args))
     for x, part in zip(tensors_in(out), parts, strict=True):
         mark(x, part)
     return out
 
 
-def replacements(current_view: Callable[[], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the owner, the name and the value of each attribute that is replaced while a view runs."""
-    yield Tensor, "_make_subclass", staticmethod(_make_subclass(Tensor._make_subclass, current_view))
+def install(current_view: Callable[[], Any]) -> None:
+    """Replace a method of DTensors, for good. Outside of a view it is torch's."""
     if _TENSOR in sys.modules:
-        dtensor = sys.modules[_TENSOR].DTensor
-        yield dtensor, "to_local", _to_local(dtensor.to_local, current_view)
+        _install(sys.modules[_TENSOR].DTensor, current_view)
 
 
-def _make_subclass(own: Callable[..., Any], current_view: Callable[[], Any]) -> Callable[..., Any]:
+@functools.cache
+def _install(dtensor: Any, current_view: Callable[[], Any]) -> None:
+    dtensor.to_local = _to_local(dtensor.to_local, current_view)
+
+
+@functools.cache
+def make_subclass(current_view: Callable[[], Any]) -> Any:
+    """Return what is in the place of Tensor's method while a view runs: it refuses parts."""
+    own = Tensor._make_subclass
+
     @functools.wraps(own)
     def make(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
         view = current_view()
@@ -142,7 +130,7 @@ def _make_subclass(own: Callable[..., Any], current_view: Callable[[], Any]) -> 
             raise view.error(cls.__name__, "would be of this rank's part", _ADVICE)
         return own(cls, data, *args, **kwargs)
 
-    return make
+    return staticmethod(make)
 
 
 def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Callable[..., Any]:
@@ -154,7 +142,7 @@ def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Calla
         if view is None or part is None:
             return own(x, *args, **kwargs)
         _check(view, "DTensor.to_local", x.device_mesh, x.placements, part)
-        return mark(own(x, *args, **kwargs), part)
+        return mark(waited(own(x, *args, **kwargs)), part)
 
     return to_local
 

@@ -280,7 +280,7 @@ class View(Mode, TorchFunctionMode):
             raise self.error(
                 name, "gets a sharded tensor, and torch does not say which arguments it writes", AS_WHOLE
             )
-        self.note_whole(name, "has no rule for these arguments")
+        self._note_whole(name, "has no rule for these arguments")
         if self.recording:
             self.report.count(name, args, kwargs, self.blocks > 0)
         if kwargs.get("inplace"):
@@ -298,7 +298,7 @@ class View(Mode, TorchFunctionMode):
         self._watch()
         return out
 
-    def note_whole(self, name: str, why: str) -> None:
+    def _note_whole(self, name: str, why: str) -> None:
         if self.strict and self.blocks:
             raise self.error(name, f"{why}, and would run whole", "pass strict=False")
         if self.recording:
@@ -350,7 +350,7 @@ class View(Mode, TorchFunctionMode):
         for x in given:
             self.check_stale(name, x)
         if any(part_of(x) is not None for x in given):
-            self.note_whole(name, why)
+            self._note_whole(name, why)
         out = run_whole(self.parts, self._aliases, name, call, args, kwargs, **options)
         self._watch()
         return out
