@@ -15,7 +15,7 @@ from ..part import memory_order, part_of, whole_shape
 
 @rule(
     "get_dtype get_device get_ndim dim ndimension get_requires_grad get_grad_fn get_layout get_is_* "
-    "get_names get_itemsize get_output_nr get__version get__backward_hooks "
+    "get_names get_itemsize get_output_nr get__version get__backward_hooks get__base _is_view "
     "is_floating_point is_complex is_tensor is_conj is_neg is_inference element_size "
     "requires_grad_ set_requires_grad __hash__ can_cast result_type "
     "new_zeros new_ones new_full new_empty",
