@@ -362,8 +362,10 @@ def check_flex_attention(rank: int, world: int, group: Group) -> None:
         n = q.shape[2]
         causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, "cpu")
         heads = create_block_mask(lambda b, h, i, j: (i - j).abs() <= 4 * h, None, 3, n, n, "cpu")
+        of_part = create_block_mask(lambda b, h, i, j: near[i] | near[j] | (i == j), None, None, n, n, "cpu")
         found = [
             flex_attention(q, k, v, block_mask=causal),
+            flex_attention(q, k, v, block_mask=of_part),
             flex_attention(q, k[:, :1], v[:, :1], block_mask=heads, enable_gqa=True, scale=0.5),
             flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * torch.where(near[j], 2.0, 1.0)),
             flex_attention(q, k, v, return_lse=True)[1],

@@ -151,7 +151,7 @@ def by_reference(x: Tensor, _: nn.Parameter) -> Tensor:
 
 
 def by_one_of_two(x: Tensor, _: nn.Parameter) -> Tensor:
-    square: Tensor = Squared.apply(x, 1.5)[0] + SQUARED_IN_C(x, 2.0)[0]  # type: ignore[no-untyped-call]
+    square: Tensor = Squared.apply(x)[0] + SQUARED_IN_C(x, 2.0)[0]  # type: ignore[no-untyped-call]
     return square
 
 

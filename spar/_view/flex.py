@@ -64,6 +64,21 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
     return flex_attention
 
 
+@functools.lru_cache(maxsize=256)
+def making_masks(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a create_block_mask whose function may refer to parts."""
+
+    @functools.wraps(own)
+    def create_block_mask(mask_mod: Any, *args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is not None:
+            with without_view():
+                mask_mod = _whole_function(view, mask_mod)
+        return own(mask_mod, *args, **kwargs)
+
+    return create_block_mask
+
+
 def _of_heads(tensors: tuple[Tensor, ...], score_mod: Any, options: Any) -> Part | None:
     """Return the part of sequences that can be exchanged for heads; None if all need be whole."""
     parts = {part and part.plain for part in map(part_of, tensors)}

@@ -30,7 +30,7 @@ from .._group.group import MOST_EXCHANGES, Call
 from . import collectives, subclasses, threads
 from .bodies import redirected
 from .eager import attending
-from .flex import intercepting
+from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
 from .mask_makers import making_spans
@@ -43,6 +43,7 @@ _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"
 # its base, in C.
 _OWN_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
 _IN_PYTHON = torch.autograd.Function.__dict__["apply"] is not _OWN_APPLY
+_APPLY_CODE = torch.autograd.Function.__dict__["apply"].__func__.__code__ if _IN_PYTHON else None
 _APPLYING: Any = _SingleLevelFunction if _IN_PYTHON else torch.autograd.Function
 # Each checkpoint without reentry calls it. From torch 2.15 on it gets the function's arguments as a tuple and
 # a dict.
@@ -89,6 +90,7 @@ def intercepted(view: View) -> Iterator[None]:
             flex = sys.modules.get("torch.nn.attention.flex_attention")
             if flex is not None:
                 _restore.enter_context(redirected(flex.flex_attention, intercepting))
+                _restore.enter_context(redirected(flex.create_block_mask, making_masks))
             masks = sys.modules.get("transformers.masking_utils")
             if masks is not None:
                 _restore.enter_context(making_spans(masks))
@@ -193,7 +195,8 @@ def _attribute(cls: Any, name: str) -> Any:
     if getattr(_calls, "is_own", False):
         _calls.is_own = name != "forward"  # torch looks it up last
         return found
-    if current_view() is None or not _is_seen(cls):
+    is_python = sys._getframe(1).f_code is _APPLY_CODE  # it will call `_apply`
+    if is_python or current_view() is None or maybe_current_level() is not None or not _is_seen(cls):
         return found
     base = _SingleLevelFunction.setup_context  # with it, `forward` gets a context
     return functools.partial(_forward, cls, found) if name == "forward" else base
