@@ -151,9 +151,9 @@ def test_options_are_exact(ranks: Ranks) -> None:
 
 
 def check_odd_images(rank: int, world: int, group: Group) -> None:
-    """30 rows are 15 behind the first stride: the second convolution with one runs whole."""
+    """30 rows are 15 behind the first stride, which the second one does not divide."""
     report = check_exact(group, kl(), encoded, inputs(1, 3, 30, 24))
-    assert {each.function for each in report.functions} == {"conv2d"}
+    assert not report.functions
 
 
 def check_few_rows(rank: int, world: int, group: Group) -> None:

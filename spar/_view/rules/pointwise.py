@@ -46,7 +46,8 @@ masked_fill_ copy_ lerp_ addcmul_ addcdiv_ logical_and_ logical_or_ eq_ ne_ lt_ 
 @rule(_CONVERSIONS, uneven=True)
 def conversion(call: FunctionCall) -> Plan | None:
     x, part = call.input, call.part
-    if part is None:  # .to(other), of which other alone is a part
+    is_name = call.name == "type" and len(call.args) + len(call.kwargs) == 1
+    if part is None or is_name:  # .to(other), of which other alone is a part
         return Plan()
     if call.name == "view_as_complex" and part.dim == x.dim() - 1:
         return None

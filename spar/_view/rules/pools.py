@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.gather import all_gather
 from ..call import FunctionCall, Plan, are_ints, moves_to, rule
-from ..part import Part
+from ..part import Part, in_order_of
 from ..sums import sum_over_ranks
 from .windows import each, on_rows, one_run, windowed
 
@@ -106,7 +106,9 @@ def adaptive(call: FunctionCall) -> Plan | None:
         rows = take(x)
         if whole % count == 0 or not own:
             return pooled(rows, max(len(own), 1))
-        return torch.cat([pooled(rows.narrow(dim, a - own[0][0], b - a), 1) for a, b in own], dim)
+        out = torch.cat([pooled(rows.narrow(dim, a - own[0][0], b - a), 1) for a, b in own], dim)
+        meta = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device="meta")
+        return in_order_of(out, pooled(meta, len(own)))
 
     return Plan(result, run=run)
 
