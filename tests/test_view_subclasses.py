@@ -16,7 +16,7 @@ from helpers.view_cases import Inputs, compare, viewed
 from helpers.wrapped import Wrapped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -153,11 +153,62 @@ def test_fsdp2_beside_a_view_is_exact(ranks: Ranks) -> None:
     ranks(4, check_fsdp)
 
 
-# ---- what DTensors of parts are refused ----
+# ---- torch's functions of DTensors of parts ----
 
 
 def mesh_of(name: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))[name]
+
+
+def scaled_in_place(d: DTensor) -> DTensor:
+    d = d * 1
+    d.mul_(2)
+    return d
+
+
+def halves(d: DTensor) -> DTensor:
+    return torch.cat([d[:, :3] * 2, d[:, 3:]], 1)
+
+
+FUNCTIONS: dict[str, Callable[[DTensor], Any]] = {  # of [B, N, D]
+    "by element": lambda d: d.sin() * 2 + d,
+    "mean of tokens": lambda d: d - d.mean(1, keepdim=True),
+    "cumsum of tokens": lambda d: d.cumsum(1),
+    "flip of tokens": lambda d: d.flip(1),
+    "pieces": halves,
+    "norm": lambda d: F.layer_norm(d, (6,)),
+    "views": lambda d: d.unflatten(-1, (3, 2)).transpose(1, 2).transpose(1, 2).flatten(2),
+    "in place": scaled_in_place,
+    "divided samples": lambda d: d.redistribute(placements=[Shard(0)]).softmax(1),
+    "divided tokens": lambda d: d.redistribute(placements=[Shard(1)]).relu() * 2,
+    "asynchronous": lambda d: d.redistribute(placements=[Replicate()], async_op=True),
+    "numbers": lambda d: d * d.size(1) + d.numel(),
+}
+
+
+def check_functions(rank: int, world: int, _: Any) -> None:
+    warnings.simplefilter("ignore")
+    tp, cp = mesh_of("tp"), mesh_of("cp").get_group()
+    kinds: dict[str, Callable[[Tensor], DTensor]] = {
+        "copies": lambda x: DTensor.from_local(x, tp, [Replicate()]),
+        "sums": lambda x: DTensor.from_local(x / 2, tp, [Partial()]),
+    }
+    for kind, convert in kinds.items():
+        for name, function in FUNCTIONS.items():
+
+            def run(x: Tensor, y: Tensor, *_: Any, f: Any = function, convert: Any = convert) -> Tensor:
+                out: Tensor = f(convert(x * y)).full_tensor() * y
+                return out
+
+            for pair in (("tokens", "tokens"), ("uneven", "tokens"))[: 2 if kind == "copies" else 1]:
+                assert compare(cp, run, pair, Inputs(3), 1e-9) is None, (kind, name, pair)
+
+
+def test_functions_of_dtensors_of_parts_are_exact(ranks: Ranks) -> None:
+    ranks(4, check_functions)
+
+
+# ---- what is refused of DTensors of parts ----
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
