@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar._commands.arguments import main
-from spar._view.part import part_of
+from spar._view.part import part_of, tensors_in
 from spar._view.view import current_view, without_view
 from spar.testing import Difference, diagnose
 
@@ -94,13 +94,13 @@ class Model(nn.Module):
         self.kind = kind
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.calls += 1
         for i, block in enumerate(self.layers):
             if self.kind == "path" and i == 1 and random.random() < 0.5:
                 continue
             x = checkpoint(block, x, use_reentrant=False) if self.kind == "checkpoint" else block(x)
-        return x
+        return {"loss": x.square().mean(), "logits": x} if self.kind == "loss" else x
 
 
 def line(marked: str) -> int:
@@ -133,12 +133,15 @@ def check_right_model(rank: int, world: int, group: Group, kind: str) -> None:
     torch.manual_seed(rank if world == 1 else 5)
     model, x = made(kind, group)
     x.requires_grad_()
-    model(x).square().mean().backward()
+    sum(y.square().mean() for y in tensors_in(model(x))).backward()  # type: ignore[union-attr]
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     forwards, state = [m.forward for m in model.modules()], torch.get_rng_state()
     shared = random.getstate()
-    found = diagnose(model, lambda: F.mse_loss(model(x.detach()), x.detach() * 2), show=False)
-    assert found is None, found
+    steps = [lambda: model(x.detach())]
+    if kind != "loss":
+        steps.append(lambda: F.mse_loss(model(x.detach()), x.detach() * 2))
+    for step in steps:
+        assert (found := diagnose(model, step, show=False)) is None, found
     assert int(model.calls) == 1 and torch.get_rng_state().equal(state) and random.getstate() == shared
     assert [m.forward for m in model.modules()] == forwards and not any(
         m._forward_hooks for m in model.modules()
@@ -149,7 +152,7 @@ def check_right_model(rank: int, world: int, group: Group, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["", "checkpoint"])
+@pytest.mark.parametrize("kind", ["", "checkpoint", "loss"])
 def test_right_model_has_no_difference(ranks: Ranks, world: int, kind: str) -> None:
     ranks(world, check_right_model, kind)
 

@@ -248,10 +248,12 @@ class _Found:
 
     def _sum(self, pairs: Sequence[Any]) -> tuple[float, float]:
         """Return how far the sum of the ranks' scaled shares is from one process, and how large that is."""
-        shares, whole = [share for share, _ in pairs], pairs[0][1]
-        if any(share.shape != whole.shape for share in shares):
-            return math.inf, largest(whole)
-        return apart(torch.stack(shares).sum(0), whole), largest(whole)
+        shares, wholes = zip(*pairs, strict=True)
+        if any(x.shape != wholes[0].shape for x in (*shares, *wholes)):  # parts of unequal sizes, of FSDP2
+            errors = [apart(share * len(pairs), whole) for share, whole in pairs]
+            return max(errors), max(map(largest, wholes))
+        expected = torch.stack(wholes).mean(0)
+        return apart(torch.stack(shares).sum(0), expected), largest(expected)
 
     def _of_parameters(self, floor: float) -> Iterator[tuple[int, Difference]]:
         """Yield the parameters whose gradients differ, with the places of the calls that read them."""

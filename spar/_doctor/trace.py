@@ -40,6 +40,7 @@ _PASSING = (
     os.path.join(_SPAR, "_view", "model.py"),
     os.path.join(_SPAR, "_view", "outside.py"),
 )
+_COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "functional.py")
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 _NOT_TRACED = {
     "size",
@@ -75,6 +76,9 @@ class Spot(NamedTuple):
     @property
     def place(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+_END = Spot("the step", "", 0, None, "", 0)
 
 
 class Key(NamedTuple):
@@ -155,7 +159,7 @@ class Trace(TorchFunctionMode):
                     stack.enter_context(self._inside(each))
                 with self:
                     output = step()
-            self._record(Spot("the step", "", 0, None, "", 0), "returns", output)
+            self._record(_END, "returns", output)
             outputs, gradients = _ends(output)
             self.newest = None
             if outputs:
@@ -235,9 +239,10 @@ class Trace(TorchFunctionMode):
         while frame is not None and (place is None or module is None):
             code = frame.f_code
             if place is module is None and code.co_filename.startswith(_DISTRIBUTED):
-                # What its functions compute with is theirs: such as pickled objects.
-                owner = str(getattr(func, "__module__", ""))
-                if not owner.startswith("torch.distributed") or "_object" in code.co_name:
+                # What FSDP exchanges, and what collectives of objects pickle, is this rank's alone.
+                is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+                is_shown = os.path.basename(code.co_filename) in _COLLECTIVES
+                if not (is_collective and is_shown) or "_object" in code.co_name:
                     return None
             if place is None and not code.co_filename.startswith(_PASSING):
                 if code.co_filename.startswith(_SPAR):
@@ -291,7 +296,7 @@ class Trace(TorchFunctionMode):
                 if floor and not entry.tolerance:  # such as of a comparison, which rounding may decide
                     entry.value = None
                 self._known[x] = entry
-                if x.requires_grad:
+                if x.requires_grad and spot != _END:  # in a view an output is a copy, from which no loss is
                     self._follow(x, entry)
                     if self.sharded is not None and x.grad_fn is not None:
                         self._makers[x.grad_fn] = entry
