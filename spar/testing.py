@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 from ._checks import check_int
 from ._control.state import Place
 from ._doctor.diagnose import diagnose
-from ._doctor.difference import Difference
+from ._doctor.difference import Difference, first_difference
+from ._doctor.trace import Trace, local_of_layout, local_of_view
 from ._group.group import MOST_EXCHANGES
 from ._group.registry import group_of
+from ._view.model import states_of
 from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
 from .sequence_layout import SequenceLayout
@@ -60,12 +63,14 @@ class Report:
         loss: the loss of the sharded model, over all ranks.
         reference_loss: the loss of one process.
         entries: the loss, the logits if the model returns them, and the gradient of each parameter.
+        first: if one is wrong, where the models first differ, as far as that is found.
     """
 
     ranks: int
     loss: float
     reference_loss: float
     entries: tuple[Entry, ...]
+    first: Difference | None = None
 
     @property
     def worst(self) -> Entry:
@@ -85,7 +90,8 @@ class Report:
                 lines[i] += f"   {entry.factor:.4g} times the reference: see grad_scale in docs/gradients.md"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         title = f"loss of {ranks}: {self.loss:.8g}; of one process: {self.reference_loss:.8g}"
-        return "\n".join([title, *lines, f"worst: {self.worst.name}, {self.worst.max_rel_error:.3e}"])
+        end = [f"worst: {self.worst.name}, {self.worst.max_rel_error:.3e}"]
+        return "\n".join([title, *lines, *end, *([f"first: {self.first}"] if self.first else [])])
 
 
 def compare(
@@ -103,8 +109,9 @@ def compare(
     """Run a model sharded over a group, and whole on each rank, forward and backward; compare them.
 
     Collective. Each rank builds the model twice, from the same seed. It runs the first one on the whole
-    batch, which must not communicate, and the second one on its shard. Use a small model in float32 or
-    float64, without dropout.
+    batch, which must not communicate, and the second one on its shard. If a loss, logits or a gradient are
+    wrong by more than 1e-3, it builds and runs both again, to find the first call that differs. Use a small
+    model in float32 or float64, without dropout.
 
     A batch is passed to the model as keyword arguments if it is a dict, as arguments if it is a tuple or
     list, else as the only argument. The model returns a 0-dim loss, a tuple `(loss, logits)`, or an output
@@ -166,6 +173,9 @@ def compare(
                 wholes = [reference.gradients[name] for name in names]
                 entries += runs.entries([f"{name}.grad" for name in names], reduced, wholes, wholes)
             report = Report(place.world, float(loss), float(reference.loss), tuple(entries))
+            if not report.worst.max_rel_error <= _ALIKE:
+                first = runs.first_difference(model_fn, batch, shard_fn, layout, reduce != "sum")
+                report = replace(report, first=first)
     if show and place.rank == 0:
         print(report, flush=True)
     return report
@@ -187,11 +197,7 @@ class _Runs(NamedTuple):
 
     def run(self, model: torch.nn.Module, batch: Any) -> _Result:
         torch.manual_seed(self.seed)
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        else:
-            output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-        loss, logits = self._outputs(output)
+        loss, logits = self._outputs(self.call(model, batch))
         loss.backward()
         gradients = {}
         for name, parameter in model.named_parameters():
@@ -201,6 +207,33 @@ class _Runs(NamedTuple):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[name] = _whole(gradient.detach())
         return _Result(_whole(loss.detach()), None if logits is None else _whole(logits.detach()), gradients)
+
+    def first_difference(
+        self, model_fn: Any, batch: Any, shard_fn: Any, layout: SequenceLayout | None, mean: bool
+    ) -> Difference | None:
+        """Run both models again, and compare the functions that they call."""
+        torch.manual_seed(self.seed)
+        model = model_fn()
+        part = shard_fn(model, batch)
+        views, layout = states_of(model), layout or _only_layout(part)
+        if not views and layout is None:
+            return None
+        local = local_of_view if layout is None or views else local_of_layout(layout)
+        sharded = Trace(model)
+        torch.manual_seed(self.seed)
+        sharded.run(functools.partial(self.call, model, part), views)
+        torch.manual_seed(self.seed)
+        model = model_fn()
+        whole = Trace(model, sharded, local)
+        torch.manual_seed(self.seed)
+        whole.run(functools.partial(self.call, model, batch), ())
+        sharded.gradients.clear()  # they may be DTensors; the report has them
+        return first_difference(sharded, whole, self.group, self.place.world, mean=mean)
+
+    def call(self, model: Any, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
     def _outputs(self, output: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(output, Mapping):

@@ -179,7 +179,7 @@ TESTING = {
     "show=True",
     "diagnose": "model, step, show=True",
     "Difference": "kind, module, function, file, line, error, ranks, text",
-    "Report": "ranks, loss, reference_loss, entries",
+    "Report": "ranks, loss, reference_loss, entries, first=None",
     "Entry": "name, max_abs_error, max_rel_error, reference_norm, factor=None",
 }
 TRANSFORMERS = {

@@ -93,7 +93,7 @@ def test_right_model_differs_by_rounding(ranks: Ranks, world: int, how: str) -> 
     names = [entry.name for entry in report.entries]
     assert names[:2] == ["loss", "embedding.weight.grad" if how == "no logits" else "logits"]
     assert names[-5:] == [f"{name}.grad" for name, _ in Model().named_parameters()]
-    assert report.worst.max_rel_error < 1e-13
+    assert report.worst.max_rel_error < 1e-13 and report.first is None
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-13) and 1 < report.loss < 4
 
 
@@ -111,6 +111,15 @@ def test_mistake_is_found(ranks: Ranks, how: str, right: list[str], wrong: list[
     assert all(found[name].max_rel_error < 1e-13 for name in right), report
     assert all(found[name].max_rel_error > 1e-3 for name in wrong), report
     assert report.worst.max_rel_error == max(entry.max_rel_error for entry in report.entries)
+    first = {
+        "gather": ("gradient", "scaled_dot_product_attention"),
+        "positions": ("value", "scaled_dot_product_attention"),
+        "mean of means": ("gradient", "flatten"),
+    }
+    assert report.first is not None and (report.first.kind, report.first.function) == first[how], report
+    assert Path(report.first.file).name == "test_testing.py" and str(report).endswith(
+        f"first: {report.first}"
+    )
 
 
 def check_factor(rank: int, world: int, group: Group) -> None:

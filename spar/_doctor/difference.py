@@ -107,7 +107,7 @@ def _row(key: Key, entry: Entry, same: Entry | None, scale: float) -> _Row:
     if same is not None and entry.gradient is not None:
         share = torch.zeros_like(entry.gradient) if same.gradient is None else same.gradient * scale
         gradient = share, entry.gradient
-        if entry.part is not None or (share.shape != entry.gradient.shape):
+        if entry.is_part or share.shape != entry.gradient.shape:
             gradient = apart(*gradient), largest(entry.gradient)
     assert entry.few is not None
     return _Row(
@@ -209,7 +209,7 @@ class _Found:
             text += f"\n  the last call that agrees is {_call(before)}\n  what runs between them is not "
             text += "followed: a custom Function, a tensor subclass, a collective in flight or an extension"
         if spot.function in _DRAW_APART:
-            text += "\n  dropout in attention draws other numbers on each rank: set it to 0 to compare"
+            text += "\n  if it has dropout, it draws other numbers on each rank: set that to 0 to compare"
         return _made("value", spot, max(errors), ranks, text)
 
     def _call_before(self, at: int) -> Spot | None:

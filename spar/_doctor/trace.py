@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._view.functions import name_of
 from .._view.part import Part, part_of, tensors_in
 from .._view.view import current_view, without_view
+from ..sequence_layout import SequenceLayout
 from .sketches import largest, sketch, tolerance
 
 _SPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -111,7 +112,7 @@ class Entry:
         self.gradient: Tensor | None = None
         self.readers: list[Spot] = []
         self.maker = ""
-        self.is_input = self.is_followed = False
+        self.is_input = self.is_followed = self.is_part = False
 
 
 Local = Callable[[Tensor, Part | None, torch.Size], Tensor | None]
@@ -124,6 +125,19 @@ def local_of_view(x: Tensor, part: Part | None, shape: torch.Size) -> Tensor | N
     fits = part.dim < x.dim() and x.size(part.dim) == part.whole
     local = part.parts.shard(x, part) if fits else None
     return local if local is not None and local.shape == shape else None
+
+
+def local_of_layout(layout: SequenceLayout) -> Local:
+    """Return the same for a layout, of floats with a dim of all tokens; None of other tensors."""
+
+    def local(x: Tensor, part: Part | None, shape: torch.Size) -> Tensor | None:
+        dims = [dim for dim in range(x.dim()) if len(shape) == x.dim() and x.size(dim) != shape[dim]]
+        if len(dims) != 1 or x.size(dims[0]) != layout.total or not x.is_floating_point():
+            return None
+        own = layout.shard(x, dims[0], grad_scale=None)
+        return own if own.shape == shape else None
+
+    return local
 
 
 class Trace(TorchFunctionMode):
@@ -312,7 +326,11 @@ class Trace(TorchFunctionMode):
         if same is not None:
             entry.part, entry.shape = same.part, same.shape
             local = self.local(x, same.part, same.shape)
-            entry.value = x.new_zeros(0).double().cpu() if local is None else sketch(local)
+            entry.is_part = local is not None and local is not x
+            if local is not None:
+                entry.value = sketch(local)
+            elif self.local is local_of_view:  # it has another shape
+                entry.value = x.new_zeros(0).double().cpu()
         return entry
 
     def _follow(self, x: Tensor, entry: Entry) -> None:
