@@ -63,7 +63,7 @@ COMPILED_ONLY = {
         "hybrid.md",
         0,
     ): "a model of transformers: tests/models/test_transformers_whole_errors.py runs this block",
-    ("rl.md", 7): "a model of transformers: examples/rl.py makes these calls",
+    ("rl.md", 8): "a model of transformers: examples/rl.py makes these calls",
     ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
     ("transformers.md", 1): "a tree: tests/models/test_transformers_given_masks.py runs this block",
     ("transformers.md", 2): "compares a model of transformers: tests/models/test_transformers.py",

@@ -141,13 +141,18 @@ def on_policy_distillation(model: Model, other: Model) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def distillation(model: Model, other: Model) -> Tensor:
+def distillation(model: Model, other: Model, likeliest: int = VOCABULARY) -> Tensor:
     losses = []
     for sample in SAMPLES:
         every, target = (m.head(m(sample.ids[None]))[0].log_softmax(-1) for m in (model, other))
-        target = target.detach()
+        target, places = target.detach().topk(likeliest)
+        every = every.gather(-1, places)
         losses.append(sample.counted((target.exp() * (target - every)).sum(-1)))
     return torch.cat(losses).mean()
+
+
+def likeliest_tokens(model: Model, other: Model) -> Tensor:
+    return distillation(model, other, 4)
 
 
 def micro_batches(model: Model, other: Model) -> Tensor:
@@ -156,7 +161,7 @@ def micro_batches(model: Model, other: Model) -> Tensor:
 
 RECIPES: list[Callable[[Model, Model], Tensor]] = [
     *(packed_policy, grpo, ppo, dpo, reward_model, on_policy_distillation, distillation),
-    micro_batches,
+    *(likeliest_tokens, micro_batches),
 ]
 PACKED = (packed_policy, micro_batches)  # recipes that make their own layouts
 BLOCKS = [

@@ -121,6 +121,56 @@ def test_values_and_gradients(pool: Ranks, world: int) -> None:
     pool(world, check_gathered)
 
 
+def check_labels_and_temperatures(rank: int, world: int, group: Group) -> None:
+    """K labels of each token, and a temperature of each: also ignored labels, and one token twice."""
+    random = torch.Generator().manual_seed(2)
+    labels = torch.randint(VOCABULARY, (2, TOKENS, 3), generator=random)
+    labels[..., 1], labels[:, 4], labels[:, 7, 1] = labels[..., 0], IGNORED, IGNORED
+    dead = (labels == IGNORED).all(-1)
+    heat = (0.5 + torch.rand(2, TOKENS, generator=random)).masked_fill(dead, 0)  # as in padding
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        batch = Batch.make(dtype)
+        leaves = [batch.hidden, batch.weight, batch.bias]
+        scaled = batch.logits() / heat.to(dtype).masked_fill(dead, 1)[..., None]
+        every = scaled.log_softmax(-1)
+        logprobs = every.gather(-1, labels.clamp(0)).masked_fill(labels == IGNORED, 0)
+        expected = logprobs, -(every.exp() * every).sum(-1).masked_fill(dead, 0)
+        ups = [torch.randn(x.shape, generator=random, dtype=dtype) for x in expected]
+        gradients = torch.autograd.grad(expected, leaves, ups, retain_graph=True)
+        for make in LAYOUTS.values():
+            layout = make(group)
+            own = layout.index()
+            head = (batch.hidden[:, own], batch.weight, batch.bias)
+            for given in (batch.logits()[:, own], head):
+                options: dict[str, Any] = {"temperature": heat[:, own]}
+                with SMALL_TILES:
+                    local = spar.token_logprobs(given, labels[:, own], layout, **options)
+                    found = torch.autograd.grad(local, leaves, [x[:, own] for x in ups], retain_graph=True)
+                    options["grad_scale"] = None
+                    whole = spar.token_logprobs(given, labels[:, own], layout, gather="sequence", **options)
+                torch.testing.assert_close(whole, expected, atol=4 * tolerance, rtol=tolerance)
+                assert all(x.equal(y[:, own]) for x, y in zip(local, whole, strict=True))
+                for x, y in zip(summed(found, group), gradients, strict=True):
+                    assert float((x - y).abs().max()) < 2 * tolerance * float(y.abs().max())
+        with torch.no_grad():
+            samples, _ = spar.token_logprobs(given, labels[:, own], layout, gather="samples")
+        assert [sample.shape for sample in samples] == [(length, 3) for length in (*LENGTHS, *LENGTHS)]
+        one = spar.token_logprobs(head, batch.labels[:, own], layout, temperature=0.7)
+        same = spar.token_logprobs(
+            head,
+            batch.labels[:, own, None],
+            layout,
+            temperature=torch.full_like(heat[:, own], 0.7, dtype=dtype),
+        )
+        assert one[0].equal(same[0][..., 0]) and one[1].equal(same[1])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_labels_and_temperatures_of_each_token(pool: Ranks, world: int) -> None:
+    pool.transport = TRANSPORTS[0]
+    pool(world, check_labels_and_temperatures)
+
+
 def check_samples(rank: int, world: int, group: Group) -> None:
     batch = Batch.make()
     expected = plain(batch.logits(), batch.labels)
@@ -263,6 +313,11 @@ WRONG: dict[str, tuple[Callable[[Batch, spar.SequenceLayout], Any], type[Excepti
         ValueError,
         r"on rank 1 of 2: labels is of shape \[2, 19\]; expected \[2, 9\], the next token",
     ),
+    "labels of four dims": (
+        lambda b, layout: (b.logits()[:, layout.index()], b.labels[:, layout.index(), None, None]),
+        ValueError,
+        r"labels is of shape \[2, 9, 1, 1\]; expected \[2, 9\], .* or K in a third dim",
+    ),
     "logits of all ranks": (
         lambda b, layout: (b.logits(), b.labels[:, layout.index()]),
         ValueError,
@@ -318,8 +373,30 @@ def check_wrong(rank: int, world: int, group: Group) -> None:
         assert spar.token_logprobs(many, narrow, layout)[0].equal(
             spar.token_logprobs(many, narrow.long(), layout)[0]
         )
+    heat = torch.ones(own[1].shape)
     for options, error, text in (
         ({"ignore_index": 2**63}, ValueError, "ignore_index is 9223372036854775808; expected -"),
+        (
+            {"temperature": torch.ones(2, 3)},
+            ValueError,
+            "temperature is of shape .2, 3. on cpu; expected a number",
+        ),
+        ({"temperature": own[1]}, TypeError, "temperature is a tensor of torch.int64; expected floats"),
+        (
+            {"temperature": heat.requires_grad_()},
+            TypeError,
+            "that requires a gradient; expected floats without",
+        ),
+        (
+            {"temperature": heat.detach() - 1},
+            ValueError,
+            "temperature is 0 of a token; expected a number above 0",
+        ),
+        (
+            {"temperature": heat.detach() / 0},
+            ValueError,
+            "temperature is inf of a token; expected a number above",
+        ),
         ({"temperature": 0}, ValueError, "temperature is 0; expected a number above 0"),
         ({"temperature": "1"}, TypeError, "temperature is '1'; expected a number"),
         (

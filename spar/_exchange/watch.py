@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who must see an exchange: a tracer, a mode, a transform, or autograd."""
+"""Who must see an exchange: a tracer, a mode, a transform, or autograd; and whose values may be read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .._transports.dtypes import PLAIN_TYPES
 
 _plain_types = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _functorch_transforms = torch._C._are_functorch_transforms_active
 
 
@@ -27,6 +28,18 @@ def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
         or _dispatch_modes() > 0
         or _functorch_transforms()
     )
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has no values, or a mode infers shapes alone."""
+    if is_dynamo_compiling():  # which cannot trace the rest
+        return x.is_meta
+    return x.is_meta or hasattr(x, "fake_mode") or torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether Python may read a tensor's values: not in a graph, and on a GPU they would be waited for."""
+    return not torch.compiler.is_compiling() and x.is_cpu and not is_fake(x)
 
 
 def must_record(inputs: Sequence[torch.Tensor]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._checks import check_int, check_number, check_type
 from .._exchange.arguments import Arguments, ranks_of
 from .._exchange.grad_scale import NOT_GIVEN, GradScale
+from .._exchange.watch import has_values
 from .._group.group import Call
 from ..sequence_layout import SequenceLayout
 from .samples import check_shard, split_samples
@@ -27,7 +28,7 @@ def token_logprobs(
     labels: Tensor,
     layout: SequenceLayout,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     gather: Literal["sequence"] | None = None,
     grad_scale: GradScale = NOT_GIVEN,
@@ -40,7 +41,7 @@ def token_logprobs(
     labels: Tensor,
     layout: SequenceLayout,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     gather: Literal["samples"],
     grad_scale: GradScale = NOT_GIVEN,
@@ -52,7 +53,7 @@ def token_logprobs(
     labels: Tensor,
     layout: SequenceLayout,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
     gather: Literal["sequence", "samples"] | None = None,
     grad_scale: GradScale = NOT_GIVEN,
@@ -68,9 +69,11 @@ def token_logprobs(
             head, `[B, S/P, D]`, `[V, D]` and `[V]`: logits then exist in tiles only, which backward computes
             again. 16-bit types are computed in float32.
         labels: `[B, S/P]` ints: the next token of each, shifted before the sequence was sharded, as
-            `SequenceLayout.shift` and `integrations.transformers.shard` do.
+            `SequenceLayout.shift` and `integrations.transformers.shard` do. Or `[B, S/P, K]`: K labels of
+            each token, such as a teacher's likeliest ones.
         layout: how the sequence lies on the ranks.
-        temperature: that of sampling, above 0: logits are divided by it.
+        temperature: that of sampling, above 0: logits are divided by it. Or a tensor `[B, S/P]`, that of each
+            token, which receives no gradient.
         ignore_index: the label of tokens that do not count, such as the last one of a sample.
         gather: None keeps this rank's tokens. "sequence" gathers `[B, S]` in natural order, on every rank.
             "samples" gathers a list with a tensor `[length]` for each sample: each document of each row of a
@@ -78,12 +81,14 @@ def token_logprobs(
         grad_scale: of the gather, as in `SequenceLayout.gather`; it must be given if a gradient is recorded.
 
     Returns:
-        Log-probabilities and entropies `[B, S/P]` in float32, or float64 if logits are; both are 0, without
-        a gradient, where the label is ignore_index. With gather `[B, S]`, or lists.
+        Log-probabilities, of the shape of labels, and entropies `[B, S/P]` in float32, or float64 if logits
+        are. A log-probability is 0, without a gradient, where the label is ignore_index; an entropy where all
+        labels of the token are. With gather `[B, S]`, or lists.
 
     Raises:
-        ValueError: shapes do not fit the layout or each other, or a label is not in the vocabulary. On a GPU
-            such a label is a device-side assertion, as in torch's `cross_entropy`.
+        ValueError: shapes do not fit the layout or each other, a label is not in the vocabulary, or a
+            temperature is not above 0. On a GPU such a label or a token's temperature is a device-side
+            assertion, as in torch's `cross_entropy`.
         TypeError: a tensor is of another type; also a weight that FSDP2 has sharded.
         NotImplementedError: in forward mode or under torch.func.
         RuntimeError: at backward, with create_graph=True: it cannot be differentiated again.
@@ -96,14 +101,12 @@ def token_logprobs(
         weight, bias = _checked_head(call, x, head)
         ignore_index = check_int(call.where, "ignore_index", ignore_index, -(2**63), 2**63 - 1)
         labels = _checked_labels(call, labels, layout, ignore_index, len(weight) if head else x.size(2))
-        check_number(call.where, "temperature", temperature)
-        if temperature <= 0:
-            raise call.error("temperature", temperature, "a number above 0")
+        heat = _checked_temperature(call, temperature, labels, ignore_index)
         if gather not in _GATHERS:
             raise call.error("gather", repr(gather), '"sequence", "samples" or None')
         from .vocabulary import token_logprobs_of  # defines ops for torch: 4 ms of the import of spar
 
-        results = token_logprobs_of(x, weight, bias, labels, float(temperature), ignore_index)
+        results = token_logprobs_of(x, weight, bias, labels, heat, ignore_index)
         if gather is None:
             return results
         whole = layout.gather(results, 1, grad_scale)
@@ -163,17 +166,45 @@ def _checked_labels(
         what = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
         raise call.type_error("labels", what, "a tensor of ints")
     check_shard(call, call.input_name, call.input, layout)
-    if labels.shape != call.shape[:2]:
-        raise call.error(
-            "labels",
-            f"of shape {list(labels.shape)}",
-            f"{list(call.shape[:2])}, the next token of each of this rank's tokens",
+    if labels.dim() not in (2, 3) or labels.shape[:2] != call.shape[:2]:
+        expected = (
+            f"{list(call.shape[:2])}, the next token of each of this rank's tokens, or K in a third dim"
         )
+        raise call.error("labels", f"of shape {list(labels.shape)}", expected)
     if labels.device != call.input.device:
         raise call.error("labels", f"on {labels.device}", f"a tensor on {call.input.device}, as logits are")
     labels = labels.long()  # narrower ints would wrap the vocabulary that they are compared with
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would be awaited
+    if has_values(labels):
         wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
         if wrong.numel():
             raise call.error("labels", f"{int(wrong[0])}", f"0 to {vocabulary - 1}, or ignore_index")
     return cast(Tensor, labels)
+
+
+def _checked_temperature(
+    call: Arguments, temperature: Any, labels: Tensor, ignore_index: int
+) -> Tensor | None:
+    """Return the temperatures as a tensor of the computation's dtype; None: 1."""
+    x = call.input
+    kind = torch.promote_types(x.dtype, torch.float32)
+    if not isinstance(temperature, Tensor):
+        check_number(call.where, "temperature", temperature)
+        if temperature <= 0:
+            raise call.error("temperature", temperature, "a number above 0")
+        return None if temperature == 1 else torch.full((), float(temperature), dtype=kind, device=x.device)
+    if temperature.shape != call.shape[:2] or temperature.device != x.device:
+        expected = f"a number, or {list(call.shape[:2])} on {x.device}, one of each of this rank's tokens"
+        raise call.error(
+            "temperature", f"of shape {list(temperature.shape)} on {temperature.device}", expected
+        )
+    if not temperature.is_floating_point() or temperature.requires_grad:
+        what = f"a tensor of {temperature.dtype}"
+        what += " that requires a gradient" if temperature.requires_grad else ""
+        raise call.type_error("temperature", what, "floats without a gradient; pass temperature.detach()")
+    ignored = (labels == ignore_index).view(*call.shape[:2], -1).all(-1)
+    heat: Tensor = temperature.to(kind).masked_fill(ignored, 1)  # such as 0 in padding
+    if has_values(heat):
+        wrong = heat[~((heat > 0) & (heat < torch.inf))]
+        if wrong.numel():
+            raise call.error("temperature", f"{wrong[0].item():g} of a token", "a number above 0, and finite")
+    return heat

@@ -29,10 +29,13 @@ def _parts(size: int, most: int) -> Iterator[slice]:
 class _Head:
     """The logits of tokens: given, or those of hidden states."""
 
-    def __init__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: float) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, temperature: Tensor | None
+    ) -> None:
         """x: logits `[B, S, V]`, or with a weight `[V, D]` hidden states `[B, S, D]`."""
         x = x.flatten(0, 1)
-        self.x, self.weight, self.bias, self.temperature = x, weight, bias, temperature
+        self.x, self.weight, self.bias = x, weight, bias
+        self.temperature = None if temperature is None else temperature.reshape(-1, 1).expand(len(x), 1)
         self.kind = torch.promote_types(x.dtype, torch.float32)
         self.columns = x.size(1) if weight is None else weight.size(0)
 
@@ -51,13 +54,24 @@ class _Head:
             z = self.x[rows].to(self.kind) @ weight.T
         if bias is not None:
             z += bias
-        return z if self.temperature == 1 else z.div_(self.temperature)
+        return self.divided(z, rows)
+
+    def divided(self, z: Tensor, rows: slice) -> Tensor:
+        """Divide logits, or their gradients, by their temperatures."""
+        return z if self.temperature is None else z.div_(self.temperature[rows])
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return whether each label lies in a part of the vocabulary, and where `[T, 1]`."""
+    """Return whether each label `[T, K]` lies in a part of the vocabulary, and where."""
     inside = (labels >= columns.start) & (labels < columns.stop)
-    return inside, (labels - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None]
+    return inside, (labels - columns.start).clamp(0, columns.stop - columns.start - 1)
+
+
+def _by_token(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels `[T, K]`, which of them are ignored, and tokens `[T, 1]` of which all are."""
+    labels = labels.reshape(labels.shape[:2].numel(), 1 if labels.dim() == 2 else labels.size(2))
+    ignored = labels == ignore_index
+    return labels, ignored, ignored.all(1, keepdim=True)
 
 
 def _forward(
@@ -65,28 +79,31 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     labels: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     ignore_index: int,
 ) -> list[Tensor]:
-    """Return the log-probability of each label `[B, S]`, the entropy, and the log-sum-exp `[2, B S]`.
+    """Return the log-probability of each label, the entropy `[B, S]`, and the log-sum-exp `[2, B S]`.
 
     The log-sum-exp is a maximum and the rest: their sum would lose what logits of one size differ in.
     """
-    head, ignored, shape = _Head(x, weight, bias, temperature), labels == ignore_index, labels.shape
-    labels = labels.flatten()
+    head, shape = _Head(x, weight, bias, temperature), labels.shape
+    labels, ignored, dead = _by_token(labels, ignore_index)
     torch._assert_async(
-        (ignored.flatten() | ((labels >= 0) & (labels < head.columns))).all(),
+        (ignored | ((labels >= 0) & (labels < head.columns))).all(),
         f"token_logprobs: labels must be 0 to {head.columns - 1}, or ignore_index",
     )
-    top = torch.full_like(labels, torch.finfo(head.kind).min, dtype=head.kind)
-    total, weighted, picked = (torch.zeros_like(top) for _ in range(3))
+    if temperature is not None:
+        torch._assert_async((temperature > 0).all(), "token_logprobs: temperatures must be above 0")
+    top = torch.full_like(dead[:, 0], torch.finfo(head.kind).min, dtype=head.kind)
+    total, weighted = torch.zeros_like(top), torch.zeros_like(top)
+    picked = torch.zeros_like(labels, dtype=head.kind)
     with no_autocast(x.device.type):
         for columns in _parts(head.columns, COLUMNS):
             wide = head.wide(columns)
             for rows in _parts(len(labels), TOKENS):
                 z = head.tile(rows, columns, *wide)
                 inside, place = _places(labels[rows], columns)
-                picked[rows] += torch.where(inside, z.gather(1, place)[:, 0], 0)
+                picked[rows] += torch.where(inside, z.gather(1, place), 0)
                 old, sums = top[rows], total[rows]
                 new = torch.maximum(old, z.amax(1))
                 step = (old - new).clamp_(min=_LEAST)
@@ -97,8 +114,8 @@ def _forward(
                 top[rows] = new
     rest = total.log()
     # Results are no views, which FSDP2 warns of.
-    logprobs = (picked - top - rest).view(shape).masked_fill(ignored, 0)
-    entropy = (rest - weighted / total).view(shape).masked_fill(ignored, 0)
+    logprobs = (picked - top[:, None] - rest[:, None]).view(shape).masked_fill(ignored.view(shape), 0)
+    entropy = (rest - weighted / total).view(shape[:2]).masked_fill(dead.view(shape[:2]), 0)
     return [logprobs, entropy, torch.stack([top, rest])]
 
 
@@ -110,14 +127,16 @@ def _backward(
     labels: Tensor,
     entropy: Tensor,
     lse: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     ignore_index: int,
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """Return the gradients of x, weight and bias, of those that need one; else empty tensors."""
-    head, entropy, labels = _Head(x, weight, bias, temperature), entropy.flatten(), labels.flatten()
+    head, entropy = _Head(x, weight, bias, temperature), entropy.flatten()
+    labels, ignored, dead = _by_token(labels, ignore_index)
     top, rest = lse[..., None].unbind()
-    ignored, (of_logprobs, of_entropy) = labels == ignore_index, [g.reshape(-1, 1) for g in grads]
+    of_logprobs = grads[0].reshape(labels.shape).masked_fill(ignored, 0)
+    of_all, of_entropy = of_logprobs.sum(1, keepdim=True), grads[1].reshape(-1, 1)
     dx = _zeros(x, needs[0], x.dtype if weight is None else head.kind)
     dw, db = (_zeros(y, needed, None) for y, needed in zip((weight, bias), needs[1:], strict=True))
     of_x = dx.flatten(0, 1) if needs[0] else dx
@@ -128,10 +147,10 @@ def _backward(
             for rows in _parts(len(labels), TOKENS):
                 z = head.tile(rows, columns, *wide).sub_(top[rows]).clamp_(min=_LEAST).sub_(rest[rows])
                 p = z.exp()
-                z.add_(entropy[rows, None]).mul_(of_entropy[rows]).add_(of_logprobs[rows]).mul_(p).neg_()
+                z.add_(entropy[rows, None]).mul_(of_entropy[rows]).add_(of_all[rows]).mul_(p).neg_()
                 inside, place = _places(labels[rows], columns)
-                z.scatter_add_(1, place, of_logprobs[rows] * inside[:, None])
-                z.masked_fill_(ignored[rows, None], 0).div_(temperature)
+                z.scatter_add_(1, place, of_logprobs[rows] * inside)
+                head.divided(z.masked_fill_(dead[rows], 0), rows)
                 if wide[0] is None:
                     of_x[rows, columns] = z
                     continue
@@ -156,7 +175,8 @@ def _zeros(like: Tensor | None, needed: bool, kind: torch.dtype | None) -> Tenso
 
 def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, *_: Any) -> list[Tensor]:
     kind = torch.promote_types(x.dtype, torch.float32)
-    return [x.new_empty(shape, dtype=kind) for shape in (labels.shape, labels.shape, (2, labels.numel()))]
+    shapes = labels.shape, labels.shape[:2], (2, labels.shape[:2].numel())
+    return [x.new_empty(shape, dtype=kind) for shape in shapes]
 
 
 def _fake_backward(
@@ -178,13 +198,13 @@ def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
 _INPUTS = "Tensor x, Tensor? weight, Tensor? bias, Tensor labels"
 _define(
     "token_logprobs",
-    f"({_INPUTS}, float temperature, int ignore_index) -> Tensor[]",
+    f"({_INPUTS}, Tensor? temperature, int ignore_index) -> Tensor[]",
     _forward,
     _fake,
 )
 _define(
     "token_logprobs_backward",
-    f"(Tensor[] grads, {_INPUTS}, Tensor entropy, Tensor lse, float temperature, int ignore_index,"
+    f"(Tensor[] grads, {_INPUTS}, Tensor entropy, Tensor lse, Tensor? temperature, int ignore_index,"
     " bool[] needs) -> Tensor[]",
     _backward,
     _fake_backward,
@@ -195,11 +215,13 @@ class TokenLogprobs(torch.autograd.Function):
     """The log-probability and the entropy of each token; the gradient cannot be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, labels: Tensor, *options: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, labels: Tensor, temperature: Any, ignore_index: int
+    ) -> Any:
         tensors = x, weight, bias, labels
-        logprobs, entropy, lse = torch.ops.spar.token_logprobs(*tensors, *options)
-        ctx.save_for_backward(*tensors, entropy, lse)
-        ctx.options = options
+        logprobs, entropy, lse = torch.ops.spar.token_logprobs(*tensors, temperature, ignore_index)
+        ctx.save_for_backward(*tensors, entropy, lse, temperature)
+        ctx.ignore_index = ignore_index
         return logprobs, entropy
 
     @staticmethod
@@ -210,7 +232,9 @@ class TokenLogprobs(torch.autograd.Function):
                 "that compute them by torch.log_softmax from logits"
             )
         needs = list(ctx.needs_input_grad[:3])
-        found = torch.ops.spar.token_logprobs_backward(list(grads), *ctx.saved_tensors, *ctx.options, needs)
+        found = torch.ops.spar.token_logprobs_backward(
+            list(grads), *ctx.saved_tensors, ctx.ignore_index, needs
+        )
         gradients = [x if needed else None for x, needed in zip(found, needs, strict=True)]
         return *gradients, None, None, None
 
@@ -220,11 +244,12 @@ def token_logprobs_of(
     weight: Tensor | None,
     bias: Tensor | None,
     labels: Tensor,
-    temperature: float,
+    temperature: Tensor | None,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of labels `[B, S]`, and entropies: float32, or float64 if x is.
+    """Compute log-probabilities of labels, and entropies: float32, or float64 if x is.
 
+    labels: `[B, S]` or `[B, S, K]`. temperature: of each token, or one; None: 1.
     x: logits `[B, S, V]`, or hidden states `[B, S, D]` with a weight `[V, D]` and perhaps a bias `[V]`.
     """
     learned = [y for y in (x, weight, bias) if y is not None]
