@@ -60,9 +60,8 @@ class SequenceLayout:
     """How a sequence lies on the ranks of a group; made by one of the class methods.
 
     Layouts of the same kind, lengths and group are equal. Pass them as arguments, also to compiled functions,
-    where their ints become symbolic. They pickle with the name of their group. A process without that group,
-    such as a data loader's worker, gets the layout of the rank that pickled it: it shards there, and raises
-    ValueError where it would exchange.
+    where their ints become symbolic. They pickle with their group's name. Where no such group exists, as in
+    a data loader's worker, they shard as on the rank that pickled them, and raise ValueError to exchange.
     """
 
     kind: str
@@ -124,9 +123,7 @@ class SequenceLayout:
 
             documents = list(map(slices, itertools.accumulate(lengths, initial=0), lengths))
             runs = [[cut[i] for cut in documents for i in (r, 2 * P - 1 - r)] for r in range(P)]
-            layout = SequenceLayout.of_runs(runs, group).with_documents(lengths)
-
-        Make it outside of compiled functions.
+            layout = SequenceLayout.of_runs(runs, group).with_documents(lengths)  # not in compiled code
 
         Args:
             runs: for each rank `(start, stop)` of each of its runs, as of slices of the sequence, ascending.
@@ -253,8 +250,7 @@ class SequenceLayout:
         maker = makers.get(self.kind, self.kind)
         return f"SequenceLayout.{maker}({arguments}, {self.group.size()} ranks)"
 
-    # A copy is the layout: it never changes.
-
+    # It never changes: a copy is itself.
     def __copy__(self) -> SequenceLayout:
         return self
 

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _C
 from .._control.state import Place
-from .._group.group import Call, Group as Group_
+from .._group.group import Call, Group as Group_, is_faking
 from .._group.registry import by_process_group, group_at, group_of, place_of
 from .._transports.dtypes import PLAIN_TYPES
 from ..sizes import as_int, swapped_hint
@@ -263,7 +263,7 @@ class Arguments(Call):
         Returns the number of sequences, this rank's total, and the core's ints: the global lengths if the
         sequences are sharded by `cal_split_sizes`, else the whole table.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_faking():  # there is no memory to read
             rows = [list(row) for row in table]
             return len(rows[0]), sum(rows[self.rank]), tuple(itertools.chain(*rows))
         if isinstance(table, (list, tuple)):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..sizes import share
+from .watch import has_values
 
 Args = tuple[int, ...]
 Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)
@@ -253,8 +254,12 @@ def listed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
         return _packed_index(layout, world, rank)
     runs = torch.tensor([run[:2] for run in pieces(layout, world, rank)], dtype=torch.int64, device="cpu")
     starts, sizes = runs.reshape(-1, 2).unbind(1)
-    ends = sizes.cumsum(0)
-    return (starts - ends + sizes).repeat_interleave(sizes) + torch.arange(int(sizes.sum()), device="cpu")
+    ends, total = sizes.cumsum(0), extent(layout, world, rank)
+    return (starts - ends + sizes).repeat_interleave(sizes, output_size=total) + _places(total)
+
+
+def _places(total: int) -> torch.Tensor:
+    return torch.arange(total, device="cpu")
 
 
 def _packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
@@ -267,6 +272,8 @@ def _packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     ends = table.T.reshape(-1).cumsum(0).reshape(sequences, outer)  # in the whole, of each part
     sizes = table[ring]
     starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
-    index = starts.repeat_interleave(sizes) + torch.arange(int(sizes.sum()), device="cpu")
+    # A tensor adds them faster, where it has values.
+    total = int(sizes.sum()) if has_values(sizes) else sum(_packed_sizes(layout, outer, ring))
+    index = starts.repeat_interleave(sizes, output_size=total) + _places(total)
     begin = share_start(len(index), inner, part)
     return index[begin : begin + share(len(index), inner, part)]

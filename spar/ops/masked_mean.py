@@ -14,6 +14,7 @@ from .._checks import check_ints, check_type, digest
 from .._exchange.arguments import Arguments
 from .._exchange.exchange import ONE
 from .._exchange.layouts import WHOLE, by_sizes, even
+from .._exchange.watch import has_values, is_fake
 from .._group.registry import place_of
 from .._tracing import constant
 from ..loss import WIDE, divided, number_of
@@ -123,7 +124,7 @@ def _check_values(
     if mask.shape != values.shape or mask.device != values.device:
         what = f"of shape {list(mask.shape)} on {mask.device}"
         raise call.error("mask", what, f"{list(values.shape)} on {values.device}, as values are")
-    if mask.is_cpu and not torch.compiler.is_compiling():  # elsewhere it would be awaited
+    if has_values(mask):
         wrong = mask[~((mask >= 0) & (mask < torch.inf))]
         if wrong.numel():
             what = "weights of at least 0, and finite; of labels pass labels != ignore_index"
@@ -148,7 +149,7 @@ def _weights_by_unit(
             units += first << 32
     else:
         units = _units(call, groups, count).to(weights.device)
-        if alone and units.is_cpu:
+        if alone and units.is_cpu and not is_fake(units):
             call.note += f"{', ' if call.note else ''}hash of groups {digest(units):x}"
     sums = weights.new_zeros(count).index_add_(0, sample.flatten(), weights.flatten())
     sizes = [count] * call.world if alone else SequenceLayout.from_local(count, ranks).sizes
