@@ -153,7 +153,9 @@ def of_attention(group: dist.ProcessGroup) -> Names:
     layout = spar.SequenceLayout.zigzag(18, group)
     q = torch.randn(1, layout.sizes[group.rank()], 2, 4)
     ids = torch.arange(18)[None] // 7
-    return {"total": 18, "x": torch.randn(1, 18, 8), "q": q, "k": q, "v": q, "ids": ids, "layout": layout}
+    far = torch.randn(1, 9, 2, 4)
+    names: Names = {"total": 18, "x": torch.randn(1, 18, 8), "q": q, "k": q, "v": q, "ids": ids}
+    return {**names, "layout": layout, "far_k": far, "far_v": far}
 
 
 def of_gradients(group: dist.ProcessGroup) -> Names:

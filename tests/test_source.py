@@ -80,7 +80,8 @@ SIGNATURES = {
     "scatter_sizes=None, gather_sizes=None, layout=None, scatter_layout=None, group=None, async_op=False, "
     "out=None",
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
-    "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2",
+    "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2, "
+    "return_lse=False",
     "shard_model": "model, group=None, blocks=None, method=None, strict=False",
     "unshard_model": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",

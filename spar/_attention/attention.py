@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
 
@@ -17,6 +17,7 @@ from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .methods import gathered, hybrid, round_the_ring, ulysses
 from .pairs import Function
+from .parts import Outs
 from .problem import Attend, Problem, Weights, checked
 from .ring import forward_exchanges
 from .spans import Spans
@@ -27,7 +28,7 @@ Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
 class _Method(NamedTuple):
     """A way to share an attention, and its number of exchanges in forward for a number of ranks."""
 
-    run: Callable[[Problem], torch.Tensor]
+    run: Callable[[Problem], Outs]
     exchanges: Callable[[int], int]
 
 
@@ -49,13 +50,14 @@ _REPLACEMENTS = {
     "group": "layout, which has the group",
 }
 P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
-def _name_replacements(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+def _name_replacements(function: Callable[P, Result]) -> Callable[P, Result]:
     """Raise a TypeError that says what to pass for a keyword of torch, or for a layout that is missing."""
 
     @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
         for name in kwargs:
             if name in _REPLACEMENTS:
                 raise TypeError(f"attention: {name} is not an argument; pass {_REPLACEMENTS[name]}")
@@ -67,6 +69,52 @@ def _name_replacements(function: Callable[P, torch.Tensor]) -> Callable[P, torch
         return function(*args, **kwargs)
 
     return wrapper
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layouts,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | Spans | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    bias: Function | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    method: str | None = None,
+    attend: Attend | str | None = None,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layouts,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | Spans | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    bias: Function | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    method: str | None = None,
+    attend: Attend | str | None = None,
+    seq_dim: int = 1,
+    head_dim: int = 2,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @_name_replacements
@@ -88,7 +136,8 @@ def attention(
     attend: Attend | str | None = None,
     seq_dim: int = 1,
     head_dim: int = 2,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Compute scaled dot product attention over a sequence that is sharded by a layout.
 
     Each rank passes its tokens and receives the attention of its queries to the keys of all ranks, as
@@ -138,9 +187,13 @@ def attention(
             method can use: docs/attention.md lists them. None: torch's for ulysses, else the first that can.
         seq_dim: where S is, among the first three dims of q, k, v and the output.
         head_dim: where H is, likewise.
+        return_lse: whether to return the log-sum-exp of the scores of each query and head, too, that of a
+            sink among them: by it outputs over other keys are merged. Not with dropout_p or a function.
 
     Returns:
-        A contiguous tensor `[B, S_local, H, E]`.
+        A contiguous tensor `[B, S_local, H, E]`. With return_lse a tuple of it and of the log-sum-exp
+        `[B, S_local, H]`, float32, or float64 as the inputs are; -inf for a query without keys. Its gradients
+        are exact, too.
 
     Raises:
         ValueError: shapes, layout and mask do not match, or the method cannot compute this.
@@ -156,7 +209,17 @@ def attention(
     spans = mask if isinstance(mask, Spans) else None
     dense = None if isinstance(mask, Spans) else mask
     weights = Weights(
-        causal, dense, spans, window, sinks, cast(float, softcap), bias, dropout_p, function, kernel
+        causal,
+        dense,
+        spans,
+        window,
+        sinks,
+        cast(float, softcap),
+        bias,
+        dropout_p,
+        function,
+        kernel,
+        bool(return_lse),
     )
     if method is not None or queries.kind != "hybrid" or keys != queries:
         return _attend(*arguments, weights, scale, method)
@@ -191,8 +254,11 @@ def exchanges_only(
 
     groups: of ulysses, and of the ring around it, for a hybrid layout and method None.
     """
-    weights = Weights(causal, None, mask, window, None, cast(float, None), None, 0.0, None, None)
-    return _attend(q, k, v, (layout, layout), (1, 2), weights, None, method, groups, computes=False)
+    weights = Weights(causal, None, mask, window, None, cast(float, None), None, 0.0, None, None, False)
+    zeros: torch.Tensor = _attend(
+        q, k, v, (layout, layout), (1, 2), weights, None, method, groups, computes=False
+    )
+    return zeros
 
 
 def _until_next(exchanges: int) -> int:
@@ -216,7 +282,7 @@ def _attend(
     method: str | None,
     groups: tuple[Any, Any] | None = None,
     computes: bool = True,
-) -> torch.Tensor:
+) -> Any:
     """Check all arguments but the layouts, and attend.
 
     groups: of ulysses, and of the ring around it. computes: as of Problem.
@@ -241,10 +307,12 @@ def _attend(
             )
             raise call.error("mask", "a tensor that requires a gradient", expected)
         if groups is not None:
-            return hybrid(problem, *groups).contiguous()
-        run, count = _METHODS[cast(str, method)]
-        call.exchanges = 0 if keys is None else _until_next(count(call.world))
-        return run(problem).contiguous()
+            outs = hybrid(problem, *groups)
+        else:
+            run, count = _METHODS[cast(str, method)]
+            call.exchanges = 0 if keys is None else _until_next(count(call.world))
+            outs = run(problem)
+        return outs[0].contiguous() if len(outs) == 1 else (outs[0].contiguous(), outs[1].contiguous())
 
 
 def _layout_error(layout: object, q: object) -> TypeError:

@@ -40,7 +40,7 @@ class Description(NamedTuple):
         keys: the number of keys of the sequence.
         heads: the number of the first head, and of all heads.
         keywords: of `closed`: causal, left and right, -1 for all, then the documents' lengths.
-        scale, softcap, kernel: as in Scores; an empty kernel is None.
+        scale, softcap, kernel, returns_lse: as in Scores; an empty kernel is None.
         note: what ranks compare.
     """
 
@@ -55,13 +55,14 @@ class Description(NamedTuple):
     softcap: float
     kernel: str
     note: str
+    returns_lse: bool
 
 
 _NUMBERS = len(Description._fields)
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor? ends"
 _DESCRIPTION = (
     "int[] place, int world, int rank, SymInt[] queries, SymInt keys, SymInt[] heads, SymInt[] keywords,"
-    " float scale, float softcap, str kernel, str note"
+    " float scale, float softcap, str kernel, str note, bool returns_lse"
 )
 # By the tensor of a caller's spans: the object that remembers their blocks.
 _spans = WeakTensorKeyDictionary()
@@ -80,7 +81,8 @@ def _ring(description: Description, place: Group | Place, q: Tensor, ends: Tenso
     if q.size(1) < heads:
         spans = spans.of_heads(first, q.size(1))
     kernel = description.kernel or None
-    scores = Scores(description.scale, description.softcap, spans, None, first, kernel, True)
+    softcap, returns_lse = description.softcap, description.returns_lse
+    scores = Scores(description.scale, softcap, spans, None, first, kernel, True, returns_lse)
     if place.world == 1:
         runs = pieces(tuple(description.queries), description.world, description.rank)
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])
@@ -132,7 +134,7 @@ def _attend(
     return [_by_token(out), lse.contiguous(), _number(ring)]
 
 
-def _attend_backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
+def _attend_backward(grad: Tensor, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
     (q, k, v, mask, sinks, ends, out, lse), described = arguments[:8], arguments[8 : 8 + _NUMBERS]
     # torch leaves out trailing arguments that are None.
     _after, forward = (*arguments[8 + _NUMBERS :], None, None)[:2]
@@ -142,7 +144,7 @@ def _attend_backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
     with Call(place, "backward of attention", most, device), no_autocast(device):
         ring = _ring(description, place, q, ends)
         q, k, v = (x.contiguous() for x in (q, k, v))
-        gradients = Backward(ring, call, grad, (q, k, v, out, lse, mask, sinks)).run()
+        gradients = Backward(ring, call, grad, (q, k, v, out, lse, mask, sinks), grad_lse).run()
     return [*(x.contiguous() for x in gradients), _number(ring)]
 
 
@@ -154,7 +156,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, *_: Any
+    grad: Tensor, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, *_: Any
 ) -> list[Tensor]:
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
     number = torch.empty((), dtype=torch.int64, device="cpu")
@@ -164,7 +166,7 @@ def _fake_backward(
 implement("attend", f"({_TENSORS}, {_DESCRIPTION}, bool records{{}}) -> Tensor[]", _attend, _fake)
 implement(
     "attend_backward",
-    f"(Tensor grad, {_TENSORS}, Tensor out, Tensor lse, {_DESCRIPTION}{{}}) -> Tensor[]",
+    f"(Tensor grad, Tensor? grad_lse, {_TENSORS}, Tensor out, Tensor lse, {_DESCRIPTION}{{}}) -> Tensor[]",
     _attend_backward,
     _fake_backward,
 )
@@ -183,31 +185,38 @@ class SparSpans(torch.autograd.Function):
         mask: Tensor | None,
         sinks: Tensor | None,
         ends: Tensor | None,
-    ) -> Tensor:
+    ) -> Any:
         tensors = q, k, v, mask, sinks, ends
         out, lse = chained(torch.ops.spar.attend, *tensors, *description, True)
         ctx.description, ctx.number = description, number_of_newest()
         ctx.save_for_backward(*tensors, out, lse)
-        return out
+        return (out, lse) if description.returns_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None = None) -> Any:
         number = ctx.number if isinstance(ctx.number, Tensor) else None
         dq, dk, dv, *of_sinks = chained(
-            torch.ops.spar.attend_backward, grad, *ctx.saved_tensors, *ctx.description, forward=number
+            torch.ops.spar.attend_backward,
+            grad,
+            grad_lse,
+            *ctx.saved_tensors,
+            *ctx.description,
+            forward=number,
         )
         return None, dq, dk, dv, None, of_sinks[0] if of_sinks else None, None
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, ends: Any, *arguments: Any) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, ends: Any, *arguments: Any) -> list[Tensor]:
     *described, _code = arguments
     description = Description(*described)
     if must_record([x for x in (q, k, v, sinks) if x is not None]):
-        return cast(Tensor, SparSpans.apply(description, q, k, v, mask, sinks, ends))  # type: ignore[no-untyped-call]
-    return chained(torch.ops.spar.attend, q, k, v, mask, sinks, ends, *description, False)[0]
+        outs = SparSpans.apply(description, q, k, v, mask, sinks, ends)  # type: ignore[no-untyped-call]
+        return list(outs) if description.returns_lse else [outs]
+    outs = chained(torch.ops.spar.attend, q, k, v, mask, sinks, ends, *description, False)
+    return list(outs[: 1 + description.returns_lse])
 
 
-define(f"attention({_TENSORS}, {_DESCRIPTION}, str code) -> Tensor", _run)
+define(f"attention({_TENSORS}, {_DESCRIPTION}, str code) -> Tensor[]", _run)
 
 
 def in_graph(
@@ -218,7 +227,6 @@ def in_graph(
     mask: Tensor | None,
     sinks: Tensor | None,
     ends: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Put one op into Dynamo's graph: the attention [B, H, S, E] that is described; see `attend_round`."""
-    out: Tensor = torch.ops.spar.attention(q, k, v, mask, sinks, ends, *description, code())
-    return out
+    return tuple(torch.ops.spar.attention(q, k, v, mask, sinks, ends, *description, code()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from .._exchange.arguments import ranks_of
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, Piece, even, pieces
 from .._exchange.pieces import selected
+from .._exchange.watch import has_values
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.gather import transpose_for
 from ..ops.heads import Dims, gather_heads, scatter_heads
-from ..ops.unused import depending_on
+from ..ops.items import as_items, from_items
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import share
 from . import tiles
@@ -33,40 +34,14 @@ from .kernels import can_compute, flash_instead_of_cudnn
 from .kernels.kernel import Needs
 from .long_blocks import long_blocks, suits
 from .masks import causal_mask, joined, sliced
+from .parts import Outs, Part, Tensors, nothing, part_of
 from .problem import Inputs, Problem
 from .ring import Ring, Round, attend_round, backward_exchanges
 from .rounds import cached_round, round_of
-from .scores import Scores
 from .strips import strip_blocks, strips_of
-
-# q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
-Tensors = tuple[Tensor, Tensor, Tensor]
-
 
 # So many keys has a block at most for which a bias function is called.
 MOST_KEYS = 1024
-
-
-class Part(NamedTuple):
-    """What a rank computes: q, k and v of some heads, and what belongs to these heads."""
-
-    tensors: Tensors
-    mask: Tensor | None
-    sinks: Tensor | None
-    scores: Scores
-
-
-def _part(problem: Problem, tensors: Tensors, first: int = 0) -> Part:
-    """Return the part of the heads that q has, from head `first` on."""
-    weights, count = problem.weights, tensors[0].size(1)
-    mask, sinks, spans = weights.mask, weights.sinks, weights.spans
-    if count < problem.inputs.heads:
-        mask = mask.narrow(1, first, count) if mask is not None and mask.size(1) > 1 else mask
-        sinks = None if sinks is None else sinks.narrow(0, first, count)
-        if spans is not None and not torch.compiler.is_compiling():
-            spans = spans.of_heads(first, count)
-    changes = weights.softcap, spans, weights.bias, first, weights.kernel, problem.varied
-    return Part(tensors, mask, sinks, Scores(problem.scale, *changes))
 
 
 def _documents(inputs: Inputs) -> list[Piece]:
@@ -81,15 +56,24 @@ def _documents(inputs: Inputs) -> list[Piece]:
 # ---- ulysses ----
 
 
-def ulysses(problem: Problem) -> Tensor:
+def ulysses(problem: Problem) -> Outs:
     """Exchange tokens for heads, attend over the whole sequence, and exchange back."""
     inputs = problem.inputs
     if inputs.keys is None:
         raise problem.call.error("method", '"ulysses" and k and v have no layout', '"gather"')
     head, seq, group = inputs.head, inputs.seq, inputs.queries.group
     dims = head, seq, group, None
-    out = _whole(problem, _scattered(problem, dims)).permute(inputs.as_given)
-    return cast(Tensor, gather_heads("attention", out, inputs.heads, dims, inputs.queries))
+    return _gathered_heads(problem, _whole(problem, _scattered(problem, dims)), dims, inputs.queries)
+
+
+def _gathered_heads(problem: Problem, outs: Outs, dims: Dims, layout: SequenceLayout | None) -> Outs:
+    """Exchange outputs of this rank's heads for its tokens of all heads, in the caller's order of dims."""
+    heads, order = problem.inputs.heads, problem.inputs.as_given
+    if len(outs) == 1:
+        return (gather_heads("attention", outs[0].permute(order), heads, dims, layout),)
+    given = [x.permute(order[: x.dim()]) for x in outs]
+    received = gather_heads("attention", as_items(given), heads, dims, layout)
+    return tuple([from_items(x, y) for x, y in zip(received, given, strict=True)])
 
 
 def _scattered(problem: Problem, dims: Dims) -> Part:
@@ -107,14 +91,14 @@ def _scattered(problem: Problem, dims: Dims) -> Part:
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     place = place_of(group)
     first = sum([share(inputs.heads, place.world, rank) for rank in range(place.rank)])
-    return _part(problem, (q, k, v), first)
+    return part_of(problem, (q, k, v), first)
 
 
-def _whole(problem: Problem, part: Part) -> Tensor:
+def _whole(problem: Problem, part: Part) -> Outs:
     """Return the attention [B, H, S, E] of this rank's heads over the whole sequence."""
     inputs, weights = problem.inputs, problem.weights
     if _is_empty(problem, *part.tensors):
-        return _nothing(problem, part)
+        return nothing(problem, part)
     if weights.uses_spans:
         if torch.compiler.is_compiling():
             return _in_graph(problem, part, ALONE, even(0, inputs.queries.total), 1, 0)
@@ -123,21 +107,21 @@ def _whole(problem: Problem, part: Part) -> Tensor:
         runs = _documents(inputs) if inputs.packed else [Piece(0, inputs.queries.total, 0)]
         return _by_blocks(problem, part, runs)
     if not inputs.packed:
-        return _kernel(problem, part.tensors, part.mask, weights.causal)
-    return _by_runs(problem, part, _documents(inputs), [Piece(0, inputs.total_keys, 0)])
+        return (_kernel(problem, part.tensors, part.mask, weights.causal),)
+    return (_by_runs(problem, part, _documents(inputs), [Piece(0, inputs.total_keys, 0)]),)
 
 
-def _by_blocks(problem: Problem, part: Part, runs: Sequence[Piece]) -> Tensor:
+def _by_blocks(problem: Problem, part: Part, runs: Sequence[Piece]) -> Outs:
     """Attend with the runs of queries to all keys, which this rank holds; skip blocks without any."""
     inputs, causal = problem.inputs, problem.weights.causal
     blocks = blocks_of(runs, _documents(inputs), causal, inputs.packed, part.mask is None)
     return _attend_locally(problem, part, Round((tuple(blocks),)))
 
 
-def _by_spans(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequence[Piece]) -> Tensor:
+def _by_spans(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequence[Piece]) -> Outs:
     """Attend with the runs of queries to the keys, runs that this rank holds, as the spans say."""
     if problem.weights.dropout_p:
-        return _by_tiles(problem, part, runs, keys)
+        return (_by_tiles(problem, part, runs, keys),)
     return _attend_locally(problem, part, Round((_blocks_maker(part)(runs, keys),)))
 
 
@@ -157,7 +141,7 @@ def _blocks_maker(part: Part) -> BlocksMaker:
     return functools.partial(tiles.blocks_by, spans, most_keys=most)
 
 
-def _attend_locally(problem: Problem, part: Part, blocks: Round, *gathered: Tensor) -> Tensor:
+def _attend_locally(problem: Problem, part: Part, blocks: Round, *gathered: Tensor) -> Outs:
     """Attend by blocks to keys that this rank holds: those of the part, then the gathered ones."""
     waiting = ALONE if problem.inputs.keys is None else problem.call.group
     ring = Ring(ALONE, blocks, part.scores, waiting, 1)
@@ -175,27 +159,24 @@ def _by_tiles(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequenc
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 held.append((at + low - start, high - low))
-                allowed.append(spans.dense(begin, size, low, high - low))
+                if has_values(q):
+                    allowed.append(spans.dense(begin, size, low, high - low).to(q.device))
+                else:
+                    allowed.append(q.new_ones(*spans.shape[:2], size, high - low, dtype=torch.bool))
                 if part.mask is not None:
                     allowed[-1] = joined(sliced(part.mask, begin, size, low, high - low), allowed[-1])
         of_tile = q.narrow(2, query, size), selected(k, held, 2), selected(v, held, 2)
         if held:
             outs.append(_kernel(problem, of_tile, torch.cat(allowed, 3), False).nan_to_num(0.0))
         else:
-            outs.append(_nothing(problem, part._replace(tensors=of_tile)))
+            outs.append(nothing(problem, part._replace(tensors=of_tile))[0])
     return torch.cat(outs, 2)
 
 
 def _is_empty(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nothing is to be computed: no items, no keys, exchanges alone; q and k may have no width."""
-    return not problem.computes or 0 in (*q.shape[:3], v.size(3), k.size(2))
-
-
-def _nothing(problem: Problem, part: Part) -> Tensor:
-    """Return zeros [B, H, S, E] that depend on q, k, v, the mask and sinks, as the peers' results do."""
-    q, k, v = part.tensors
-    zeros = q.new_zeros(*q.shape[:-1], v.size(3))
-    return depending_on(zeros, (q, k, v, problem.weights.mask, part.sinks))
+    is_wanted = v.size(3) > 0 or problem.weights.returns_lse
+    return not problem.computes or not is_wanted or 0 in (*q.shape[:3], k.size(2))
 
 
 def _called(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,15 +219,15 @@ def _kernel(problem: Problem, tensors: Tensors, mask: Tensor | None, causal: boo
 # ---- gather ----
 
 
-def gathered(problem: Problem) -> Tensor:
+def gathered(problem: Problem) -> Outs:
     """Gather K and V on every rank, and attend with this rank's queries."""
     inputs = problem.inputs
     q, k, v = (x.permute(inputs.by_heads) for x in (inputs.q, inputs.k, inputs.v))
     by_spans, compiles = problem.weights.uses_spans, torch.compiler.is_compiling()
     if by_spans and not compiles:
-        return _by_halo(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
+        return _as_given(problem, _by_halo(problem, part_of(problem, (q, k, v))))
     if inputs.listed and not compiles and problem.call.world > 1:
-        return _by_documents(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
+        return _as_given(problem, _by_documents(problem, part_of(problem, (q, k, v))))
     in_ring = by_spans or (inputs.listed and problem.weights.blockwise)
     if in_ring and problem.call.world > 1 and inputs.keys == inputs.queries:
         # The number of keys that a rank needs follows from values that a graph does not know.
@@ -256,10 +237,16 @@ def gathered(problem: Problem) -> Tensor:
         given = [inputs.k, inputs.v]
         k, v = transpose_for("attention", False, given, among, inputs.seq, None, inputs.keys, note=note)
         k, v = k.permute(inputs.by_heads), v.permute(inputs.by_heads)
-    return _by_queries(problem, _part(problem, (q, k, v))).permute(inputs.as_given)
+    return _as_given(problem, _by_queries(problem, part_of(problem, (q, k, v))))
 
 
-def _by_halo(problem: Problem, part: Part) -> Tensor:
+def _as_given(problem: Problem, outs: Outs) -> Outs:
+    """Return outputs in the caller's order of dims, of which a log-sum-exp has all but the last."""
+    order = problem.inputs.as_given
+    return tuple([x.permute(order[: x.dim()]) for x in outs])
+
+
+def _by_halo(problem: Problem, part: Part) -> Outs:
     """Gather the keys that spans leave this rank's queries, and attend to them and to its own."""
     call, inputs, (q, k, v) = problem.call, problem.inputs, part.tensors
     runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
@@ -271,11 +258,11 @@ def _by_halo(problem: Problem, part: Part) -> Tensor:
         k, v = gather_pieces(call, halo.plan, (k, v), 2, problem.note)
         held = list(halo.held)
     if _is_empty(problem, q, k, v):
-        return _nothing(problem, part._replace(tensors=(q, k, v)))
+        return nothing(problem, part._replace(tensors=(q, k, v)))
     return _by_spans(problem, part._replace(tensors=(q, k, v)), runs, held)
 
 
-def _by_documents(problem: Problem, part: Part) -> Tensor:
+def _by_documents(problem: Problem, part: Part) -> Outs:
     """Gather the keys of documents that this rank shares with others, and attend to them and to its own."""
     call, inputs, weights, (q, k, v) = problem.call, problem.inputs, problem.weights, part.tensors
     place = numbers_of(inputs.queries, 0), call.world, call.rank
@@ -284,10 +271,10 @@ def _by_documents(problem: Problem, part: Part) -> Tensor:
     gathered = gather_pieces(call, found.plan, (k, v), 2, note)
     whole = part._replace(tensors=(q, gathered[0], gathered[1]))
     if _is_empty(problem, q, k, v):
-        return _nothing(problem, whole)
+        return nothing(problem, whole)
     if weights.blockwise:
         return _attend_locally(problem, part, found.round, *gathered)
-    return _by_runs(problem, _of_kernel(problem, whole), pieces(*place), found.held)
+    return (_by_runs(problem, _of_kernel(problem, whole), pieces(*place), found.held),)
 
 
 def _of_kernel(problem: Problem, part: Part) -> Part:
@@ -299,12 +286,12 @@ def _of_kernel(problem: Problem, part: Part) -> Part:
     return part._replace(tensors=(q, k, v))
 
 
-def _by_queries(problem: Problem, part: Part) -> Tensor:
+def _by_queries(problem: Problem, part: Part) -> Outs:
     """Return the attention [B, H, S, E] of this rank's queries to all keys."""
     call, inputs, weights = problem.call, problem.inputs, problem.weights
     q, k, v = part.tensors
     if _is_empty(problem, q, k, v):
-        return _nothing(problem, part)
+        return nothing(problem, part)
     if weights.uses_spans:
         return _in_graph(problem, part, ALONE, numbers_of(inputs.queries, 0), call.world, call.rank)
     runs = pieces(numbers_of(inputs.queries, 0), call.world, call.rank)
@@ -319,7 +306,7 @@ def _by_queries(problem: Problem, part: Part) -> Tensor:
     if blockwise and (skips or weights.by_blocks):
         return _by_blocks(problem, part, runs)
     runs = runs if skips else [Piece(0, q.size(2), 0)]
-    return _by_runs(problem, _of_kernel(problem, part), runs, [Piece(0, inputs.total_keys, 0)])
+    return (_by_runs(problem, _of_kernel(problem, part), runs, [Piece(0, inputs.total_keys, 0)]),)
 
 
 def _by_runs(problem: Problem, part: Part, runs: Sequence[Piece], held: Sequence[Piece]) -> Tensor:
@@ -356,17 +343,20 @@ def _cut_at(x: Tensor, places: Sequence[int]) -> dict[int, Tensor]:
 # ---- ring ----
 
 
-def round_the_ring(problem: Problem) -> Tensor:
+def round_the_ring(problem: Problem) -> Outs:
     """Let K and V go round while blocks are computed."""
     inputs, order = problem.inputs, problem.inputs.by_heads
+    if inputs.keys is None:
+        raise problem.call.error("method", '"ring" and k and v have no layout', '"gather"')
     if inputs.keys != inputs.queries:
         raise problem.call.error("method", '"ring" and q, k and v have two layouts', '"ulysses" or "gather"')
     tensors = inputs.q.permute(order), inputs.k.permute(order), inputs.v.permute(order)
-    out = _ring(problem, inputs.queries, problem.call.group, _part(problem, tensors))
-    return out.permute(inputs.as_given)
+    outs = _ring(problem, inputs.queries, problem.call.group, part_of(problem, tensors))
+    # A small model's ring is as fast as its Python: most calls have one output, and enter no function for it.
+    return (outs[0].permute(inputs.as_given),) if len(outs) == 1 else _as_given(problem, outs)
 
 
-def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: Part) -> Tensor:
+def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: Part) -> Outs:
     """Return the attention [B, H, S, E] of this rank's tokens in the layout to those of all ranks."""
     weights, compiles = problem.weights, torch.compiler.is_compiling()
     if weights.attend is not None:
@@ -394,7 +384,7 @@ def _ring(problem: Problem, layout: SequenceLayout, place: Group | Place, part: 
 
 def _in_graph(
     problem: Problem, part: Part, place: Group | Place, queries: Layout, world: int, rank: int
-) -> Tensor:
+) -> Outs:
     """Put one op into the graph for spans, whose values a graph does not know: see `graph_op`.
 
     place: as of a Ring. queries, world, rank: the layout of the queries, and this rank's place in it.
@@ -418,6 +408,7 @@ def _in_graph(
         scores.softcap,
         scores.kernel or "",
         problem.note,
+        scores.returns_lse,
     )
     ends = None if weights.spans is None else weights.spans.ends
     return in_graph(description, *part.tensors, part.mask, part.sinks, ends)
@@ -426,7 +417,7 @@ def _in_graph(
 # ---- hybrid ----
 
 
-def hybrid(problem: Problem, inner: Any, outer: Any) -> Tensor:
+def hybrid(problem: Problem, inner: Any, outer: Any) -> Outs:
     """Exchange tokens for heads in the ulysses group, and let K and V go round the ring group."""
     inputs = problem.inputs
     head, seq = inputs.head, inputs.seq
@@ -435,6 +426,5 @@ def hybrid(problem: Problem, inner: Any, outer: Any) -> Tensor:
     dims = head, seq, inner, layout.sizes[ring_place.rank]
     part = _scattered(problem, dims)
     # Without heads, all ranks of this ring group have none.
-    out = _ring(problem, layout, ring_place, part) if part.tensors[0].size(1) else _nothing(problem, part)
-    out = out.permute(inputs.as_given)
-    return cast(Tensor, gather_heads("attention", out, inputs.heads, dims, None))
+    outs = _ring(problem, layout, ring_place, part) if part.tensors[0].size(1) else nothing(problem, part)
+    return _gathered_heads(problem, outs, dims, None)

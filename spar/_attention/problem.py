@@ -15,11 +15,12 @@ from .. import _C
 from .._checks import digest
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import extent, total_of
+from .._exchange.watch import has_values
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
 from .kernels import NAMES, reason_against
-from .kernels.kernel import Needs
+from .kernels.kernel import Needs, autocasts
 from .masks import checked_mask
 from .pairs import Function
 from .spans import Spans, with_keywords
@@ -83,6 +84,7 @@ class Weights:
         dropout_p: the probability that a weight is dropped.
         attend: the caller's kernel, which applies all this itself.
         kernel: the name of one of spar's kernels; None chooses one.
+        returns_lse: whether the caller asks for the log-sum-exp.
     """
 
     causal: bool
@@ -95,6 +97,7 @@ class Weights:
     dropout_p: float
     attend: Attend | None
     kernel: str | None
+    returns_lse: bool
 
     @property
     def uses_spans(self) -> bool:
@@ -109,7 +112,7 @@ class Weights:
     @property
     def by_blocks(self) -> bool:
         """Whether torch's scaled_dot_product_attention cannot compute it, or the caller named a kernel."""
-        changes = self.sinks is not None or self.softcap > 0
+        changes = self.sinks is not None or self.softcap > 0 or self.returns_lse
         return changes or self.uses_spans or self.kernel is not None
 
 
@@ -143,7 +146,7 @@ def checked(
 ) -> Problem:
     """Check an attention of which the call's input is q."""
     q, device, given, spans = call.input, call.input.device.type, weights.mask, weights.spans
-    if torch.is_autocast_enabled(device):
+    if autocasts(device):
         q, k, v, mask = (_autocast(x, device) for x in (q, k, v, weights.mask))
         weights = replace(weights, mask=mask)
     inputs = _checked_inputs(call, (q, k, v), layouts, dims)
@@ -234,6 +237,9 @@ def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: f
         mask = checked_mask(call, mask, (batch, inputs.heads, total, inputs.total_keys))
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
+    if weights.returns_lse and (attend is not None or dropout_p):
+        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
+        raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
     # Most calls have none of these.
     window = None if weights.window is None else _checked_window(call, inputs, weights.window)
     softcap = _checked_softcap(call, weights.softcap) if weights.softcap is not None else 0.0
@@ -347,8 +353,8 @@ def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: flo
     parts = ["causal True"] if weights.causal else []
     if mask is not None:
         parts.append(f"mask of {mask.dtype}")
-        compares = mask.is_cpu and not mask.requires_grad
-        if not torch.compiler.is_compiling() and (compares or _C.env("check") == "1"):
+        compares = has_values(mask) and ((mask.is_cpu and not mask.requires_grad) or _C.env("check") == "1")
+        if compares and not torch.compiler.is_compiling():
             parts.append(f"hash of the mask {_digest_of(mask):x}")
     if weights.window is not None:
         parts.append(f"window {weights.window}")
@@ -358,7 +364,7 @@ def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: flo
             parts.append(f"hash of the spans {spans.digest:x}")
     if weights.sinks is not None:
         parts.append(f"sinks of {weights.sinks.dtype}")
-        if not torch.compiler.is_compiling() and _C.env("check") == "1":
+        if not torch.compiler.is_compiling() and _C.env("check") == "1" and has_values(weights.sinks):
             parts.append(f"hash of the sinks {digest(weights.sinks):x}")
     if weights.softcap:
         parts.append(f"softcap {weights.softcap}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block
-from .kernels.kernel import accumulated, finite
+from .kernels.kernel import accumulated, autocasts, finite, narrowed, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
 
@@ -197,19 +197,27 @@ def forward_of(
 
 
 class Backward:
-    """The gradients of one attention of q [B, H, S, D] to k and v [B, K, T, D]."""
+    """The gradients of one attention of q [B, H, S, D] to k and v [B, K, T, D].
 
-    def __init__(self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any]) -> None:
+    A gradient of the log-sum-exp is one more column of the output's. Of v it is 1 for all keys, so that each
+    weight gets it, and of the output 0, so that kernels, which subtract grad * out, do not take it away.
+    """
+
+    def __init__(
+        self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any], grad_lse: Tensor | None = None
+    ) -> None:
         """call: `forward` of Exchange.run. saved: by `SparAttention.forward`."""
-        self.ring, self.call = ring, call
+        self.ring, self.call, self.grad_lse = ring, call, grad_lse
         q, k, v, out, lse, mask, self.sinks, *self.gathered = saved
         self.q, self.k, self.v = q, k, v
-        self.blocks, self.dtype = Blocks(ring.scores, q, v, mask), accumulated(q.dtype)
         # The weights of a query whose keys are all masked are then 0.
         may_be_empty = mask is not None or ring.scores.spans is not None
+        if grad_lse is not None:
+            q, v, grad, out = widened(q), widened(v, 1), widened(grad, grad_lse), widened(out)
+        self.blocks, self.dtype = Blocks(ring.scores, q, v, mask), accumulated(q.dtype)
         self.of_output = grad, out, finite(lse) if may_be_empty else lse
-        self.is_only = sum(map(len, ring.round.steps)) == 1 and self.sinks is None
-        self.dq, self.dk, self.dv = Sum(q, self.dtype), Sum(k, self.dtype), Sum(v, self.dtype)
+        self.is_only = sum(map(len, ring.round.steps)) == 1 and self.sinks is None and grad_lse is None
+        self.dq, self.dk, self.dv = Sum(self.q, self.dtype), Sum(k, self.dtype), Sum(self.v, self.dtype)
         # Of other ranks' keys: the step, and the sums, which go back to their owners.
         self.unsent: list[tuple[int, Tensor]] = []
         self.returned: list[int] = []
@@ -250,19 +258,25 @@ class Backward:
         grad, out, lse = self.of_output
         row_sum = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1)
         weights = torch.exp(sinks.to(self.dtype)[:, None] - lse)
+        if self.grad_lse is not None:
+            row_sum = row_sum - self.grad_lse
         gradient: Tensor = -(weights * row_sum).sum((0, 2)).to(sinks.dtype)
         return gradient
 
     def add_blocks(self, step: int, k: Tensor, v: Tensor, dk: Sum, dv: Sum) -> None:
         """Add the gradients of a step's blocks to those of q and of the step's shard, k and v."""
-        grad, out, lse = self.of_output
+        (grad, out, lse), q = self.of_output, self.q
+        if self.grad_lse is not None:
+            q, k, v = widened(q), widened(k), widened(v, 1)
         for block in self.ring.round.steps[step]:
             first, size = block.query, block.queries
             parts = [grad.narrow(2, first, size), out.narrow(2, first, size), lse.narrow(2, first, size)]
             if block.sample >= 0:
                 parts = [x.narrow(0, block.sample, 1) for x in parts]
-            kernel, inputs = self.blocks.of(block, self.q, k, v)
+            kernel, inputs = self.blocks.of(block, q, k, v)
             dq_part, dk_part, dv_part = kernel.backward(inputs._replace(is_only=self.is_only), *parts)
+            if self.grad_lse is not None:
+                dq_part, dk_part, dv_part = (narrowed(x) for x in (dq_part, dk_part, dv_part))
             self.dq.add(block.query, dq_part, block.sample)
             dk.add(block.key, dk_part, block.sample)
             dv.add(block.key, dv_part, block.sample)
@@ -301,8 +315,16 @@ def _as_items(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
+def _by_token(lse: Tensor) -> Tensor:
+    """Return [B, H, S] in the memory of [B, S, H], which callers have; it is no tensor that is saved.
+
+    Dynamo would take a stride of its gradient for the size S, and the gradient has other strides.
+    """
+    return lse.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 def no_autocast(device: str) -> AbstractContextManager[None]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 class SparAttention(torch.autograd.Function):
@@ -318,16 +340,16 @@ class SparAttention(torch.autograd.Function):
         mask: Tensor | None,
         sinks: Tensor | None,
         *gathered: Tensor,
-    ) -> Tensor:
+    ) -> Any:
         ctx.ring = ring
         with no_autocast(q.device.type):
             out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, True)
         ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
         ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *gathered)
-        return out
+        return (out, _by_token(lse)) if ring.scores.returns_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None = None) -> Any:
         ring, saved = ctx.ring, ctx.saved_tensors
         with Call(ring.reports_to, "backward of attention", ring.exchanges, grad.device.type):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -336,7 +358,7 @@ class SparAttention(torch.autograd.Function):
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with no_autocast(grad.device.type):
-                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved).run()
+                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved, grad_lse).run()
                 of_sinks = None if saved[6] is None else others.pop()
                 return None, dq, dk, dv, None, of_sinks, *others
 
@@ -349,8 +371,10 @@ def attend_round(
     mask: Tensor | None,
     sinks: Tensor | None,
     *gathered: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Return the attention of this rank's queries [B, H, S, D] to the keys of all ranks [B, K, T, D].
+
+    A tuple of the output, and of the log-sum-exp [B, H, S] if the scores say so.
 
     gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
     """
@@ -363,6 +387,8 @@ def attend_round(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     learns = q.requires_grad or k.requires_grad or v.requires_grad
     if torch.is_grad_enabled() and (learns or (sinks is not None and sinks.requires_grad)):
-        return cast(Tensor, SparAttention.apply(ring, q, k, v, mask, sinks, *gathered))  # type: ignore[no-untyped-call]
+        outs = SparAttention.apply(ring, q, k, v, mask, sinks, *gathered)  # type: ignore[no-untyped-call]
+        return outs if ring.scores.returns_lse else (outs,)
     with no_autocast(q.device.type):
-        return forward_of(ring, q, k, v, mask, sinks, gathered, False)[0]
+        out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, False)
+        return (out, _by_token(lse)) if ring.scores.returns_lse else (out,)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._exchange.watch import has_values
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, Kernel, Needs, accumulated
@@ -28,6 +29,7 @@ class Scores:
         first_head: the number of the first head, for the bias.
         kernel: its name; None chooses one.
         varied: as in Needs.
+        returns_lse: whether the log-sum-exp is a result, which may have a gradient.
     """
 
     scale: float
@@ -37,6 +39,7 @@ class Scores:
     first_head: int = 0
     kernel: str | None = None
     varied: bool = False
+    returns_lse: bool = False
 
 
 class Blocks:
@@ -95,6 +98,9 @@ class Blocks:
         """Return 0 where spans let a query attend to a key and -inf elsewhere; whether a query has no key."""
         spans = self._scores.spans
         assert spans is not None
+        if not has_values(q):
+            batch = 1 if block.sample >= 0 else spans.ends.size(0)
+            return q.new_zeros(batch, spans.ends.size(1), block.queries, block.keys), True
         ends = spans.on_cpu.narrow(2, block.query_start, block.queries)
         if block.sample >= 0 and ends.size(0) > 1:
             ends = ends.narrow(0, block.sample, 1)

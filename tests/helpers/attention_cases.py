@@ -39,6 +39,7 @@ class Case:
         order: of the dims that the caller passes, among (batch, tokens, heads).
         recomputed: whether a checkpoint recomputes it, and whether a reentrant one.
         added: what a mask adds to the scores, or None.
+        upper_lse: the gradient [B, S, H] of the log-sum-exp, if that is asked for.
         keywords: of `spar.attention`.
         parts: names of what the case has, for its message.
     """
@@ -56,6 +57,7 @@ class Case:
     reentrant: bool = False
     added: Tensor | None = None
     sinks: Tensor | None = None
+    upper_lse: Tensor | None = None
     keywords: dict[str, Any] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)
 
@@ -170,6 +172,10 @@ def make_case(seed: int, world: int, hybrid: bool = False) -> Case:
     if case.dtype in (torch.bfloat16, torch.float16) and draw.random() < 0.4:
         case.autocast = True
         note("autocast")
+    if draw.random() < 0.3 and "dropout_p" not in case.keywords:
+        note("lse")
+        case.upper_lse = normal(batch, total, heads)
+        case.keywords["return_lse"] = True
     return case
 
 
@@ -217,7 +223,7 @@ def _mask(
 
 
 def whole(case: Case) -> list[Tensor]:
-    """Return the output and the gradients of q, k, v, and of sinks, of one process in float64."""
+    """Return the output, the gradients of q, k, v, and of sinks, and the log-sum-exp, in one process."""
     *leaves, upper = (x.clone() for x in case.tensors)
     if case.sinks is not None:
         leaves.append(case.sinks.clone())
@@ -241,7 +247,11 @@ def whole(case: Case) -> list[Tensor]:
     weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
     values = v.repeat_interleave(group, 2)
     y = torch.einsum("bhst,bthd->bshd", weights[..., : v.size(1)], values)
-    return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+    lse = scores.masked_fill(dead, 0.0).logsumexp(3).masked_fill(dead[..., 0], -torch.inf).transpose(1, 2)
+    if case.upper_lse is None:
+        return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+    found = torch.autograd.grad([y, lse], leaves, [upper, case.upper_lse])
+    return [y.detach(), *found, lse.detach()]
 
 
 def error_of_rank(case: Case, group: dist.ProcessGroup, expected: list[Tensor], state: Any = None) -> float:
@@ -269,18 +279,23 @@ def error_of_rank(case: Case, group: dist.ProcessGroup, expected: list[Tensor], 
     for leaf in leaves:
         leaf.requires_grad_()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
         return spar.attention(q, k, v, layout if keys is layout else (layout, keys), sinks=sinks, **keywords)
 
     context = torch.autocast("cpu", case.dtype) if case.autocast else contextlib.nullcontext()
     with mock.patch.object(tiles, "TILE", case.tile), mock.patch.object(methods, "MOST_KEYS", 7):
         with context:
             if case.recomputed:
-                y: Tensor = checkpoint(attend, *leaves, use_reentrant=case.reentrant)
+                outs = checkpoint(attend, *leaves, use_reentrant=case.reentrant)
             else:
-                y = attend(*leaves)
-        assert y.dtype == case.dtype
-        y.backward(upper)  # type: ignore[no-untyped-call]
+                outs = attend(*leaves)
+        y, uppers = outs, [upper]
+        if case.upper_lse is not None:
+            y = outs[0]
+            assert outs[1].is_contiguous() and outs[1].shape == y.shape[:3]
+            uppers.append(case.upper_lse[:, queries].permute(case.order).to(outs[1].dtype))
+        assert y.dtype == case.dtype and y.is_contiguous()
+        torch.autograd.backward(outs, uppers)
     back = [*torch.tensor(case.order).argsort().tolist(), 3]
     found = [y.detach().permute(back)]
     for leaf in leaves:
@@ -294,6 +309,11 @@ def error_of_rank(case: Case, group: dist.ProcessGroup, expected: list[Tensor], 
     # Gradients of what every rank holds are parts of a sum.
     for x in (*(found[2:4] if keys is None else ()), *found[4:]):
         dist.all_reduce(x, group=group)
+    if case.upper_lse is not None:
+        lse, right = outs[1].detach().permute(back[:3]), expected[-1][:, queries]
+        assert (lse == -torch.inf).equal(right == -torch.inf)
+        found.append(lse.nan_to_num(neginf=0.0))
+        parts.append(right.nan_to_num(neginf=0.0))
     errors = [
         float((x.double() - e).abs().max() / max(1.0, float(e.abs().max())))
         for x, e in zip(found, parts, strict=True)

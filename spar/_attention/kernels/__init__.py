@@ -38,9 +38,10 @@ def reason_against(name: str, q: Tensor, v: Tensor, needs: Needs) -> str:
 
 
 def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
-    """Return the named kernel, or the first that suits blocks of these tensors; else blockwise."""
+    """Return the named kernel if it can, or the first that suits blocks of these tensors; else blockwise."""
     kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
-    if name is not None:
+    # It cannot where columns for the gradient of a log-sum-exp make heads too wide.
+    if name is not None and not _refusal(kernels[name], q, v, needs):
         return kernels[name]
     for kernel in kernels.values():
         if kernel is _CUDNN and (needs.varied or not prefers_cudnn(q, v)):
@@ -49,6 +50,10 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
             continue  # those behind it are faster
         if not _refusal(kernel, q, v, needs):
             return kernel
+    if why := _BLOCKWISE.refuses(q, v, needs):
+        raise NotImplementedError(
+            f"attention: no kernel for heads of width {q.size(3)} and {v.size(3)}: {why}"
+        )
     return _BLOCKWISE
 
 

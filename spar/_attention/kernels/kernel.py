@@ -51,6 +51,8 @@ class Needs(NamedTuple):
     varied: bool = False
 
 
+# Kernels of GPUs take widths that are multiples of so many.
+_MORE = 8
 NO_WINDOW = "it takes masks instead of windows"
 NO_SPANS = "it takes masks instead of spans"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -83,9 +85,28 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocasts(device: str) -> bool:
+    """Return whether autocast is enabled for a type of device; the meta device has none."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def finite(lse: Tensor) -> Tensor:
     """Replace the -inf of a query without keys: exp(-inf - 0) is 0, and exp(-inf + inf) is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def widened(x: Tensor, value: Tensor | float = 0.0) -> Tensor:
+    """Append columns to [B, H, S, D]: a value, or one for each row [B, H, S], and zeros."""
+    if isinstance(value, Tensor):
+        wide = torch.cat([x, value.to(x.dtype).unsqueeze(3)], 3)
+    else:
+        wide = torch.nn.functional.pad(x, (0, 1), value=value)
+    return torch.nn.functional.pad(wide, (0, _MORE - 1))
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """Drop the columns that `widened` appends."""
+    return x[..., : x.size(-1) - _MORE].contiguous()
 
 
 def torch_version() -> tuple[int, int]:

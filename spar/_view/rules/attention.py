@@ -193,7 +193,7 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
         # In memory it is [B, S, H, D], like that of torch's fused kernels: models flatten it without a copy.
         q, k, v = (x.unsqueeze(2) if single else x.transpose(1, 2) for x in (q, k, v))
         with drawing(part.parts, dropout_p):
-            out = attention(q, k, v, layout, dropout_p=dropout_p, **options)
+            out: Tensor = attention(q, k, v, layout, dropout_p=dropout_p, **options)
         return out.squeeze(2) if single else out.transpose(1, 2)
 
     return run
@@ -217,7 +217,8 @@ def _rows(part: Part, length: int, function: Any) -> Callable[..., Tensor]:
         if spans is not None and q.dim() == 4 and q.size(0) == k.size(0):
             with drawing(part.parts, dropout_p):
                 options: dict[str, Any] = {"mask": spans, "dropout_p": dropout_p, "scale": scale}
-                return attention(q, k, v, (layout, None), seq_dim=2, head_dim=1, **options)
+                out: Tensor = attention(q, k, v, (layout, None), seq_dim=2, head_dim=1, **options)
+                return out
         if causal:
             places = torch.arange(length, device=q.device)
             mask = part.parts.shard(torch.arange(part.tokens, device=q.device), part.at(0))[:, None] >= places
