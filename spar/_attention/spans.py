@@ -5,14 +5,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._checks import digest
+from .._exchange.watch import has_values
 from ..sizes import as_named_int
 from .mask_functions import by_bisection, by_pairs, intervals_of
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def _with_values(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Call a function outside of dispatch modes: what follows from spans' values is no tensor of the model.
+
+    Under FakeTensorMode they would have none, and what is remembered would be fake in later calls.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called
+
 
 # Sorts empty intervals behind all others.
 _FAR = 2**31 - 1
@@ -46,6 +66,7 @@ class Spans:
     # transformers passes a mask of four dims through its models as it is.
     ndim = 4
 
+    @_with_values
     def __init__(self, ends: Tensor, keys: int | None = None) -> None:
         if not isinstance(ends, Tensor) or ends.dtype != torch.int32:
             raise TypeError(f"Spans: ends is {_kind(ends)}; expected an int32 tensor [B, H, S, 2n]")
@@ -68,6 +89,7 @@ class Spans:
         return cls.window(total, None, 0)
 
     @classmethod
+    @_with_values
     def window(cls, total: int, left: int | None, right: int | None) -> Spans:
         """Attend to `left` keys before the query's place, the key there, and `right` behind; None: to all."""
         total = _size("Spans.window", "total", total)
@@ -81,6 +103,7 @@ class Spans:
         return cls(torch.stack([first, end.clamp(max=total)], -1)[None, None])
 
     @classmethod
+    @_with_values
     def chunks(cls, total: int, size: int, begin: Tensor | None = None) -> Spans:
         """Attend to the query's own chunk of `size` tokens, on both sides; combine with `causal`.
 
@@ -99,6 +122,7 @@ class Spans:
         return cls._of_samples(first, first + size, total)
 
     @classmethod
+    @_with_values
     def documents(cls, ids: Tensor) -> Spans:
         """Attend to the query's own document, on both sides.
 
@@ -108,6 +132,7 @@ class Spans:
         return cls._of_samples(*_runs(ids), ids.size(1))
 
     @classmethod
+    @_with_values
     def padding(cls, valid: Tensor) -> Spans:
         """Attend to the keys that are not padding, wherever they are.
 
@@ -117,6 +142,7 @@ class Spans:
         return cls(intervals_of(valid)[:, None, None].expand(-1, -1, valid.size(1), -1))
 
     @classmethod
+    @_with_values
     def together(cls, ids: Tensor) -> Spans:
         """Attend to the query's own block, on both sides; a query without a block to no key.
 
@@ -129,6 +155,7 @@ class Spans:
         return cls._of_samples(first, torch.where(ids >= 0, end, first), ids.size(1))
 
     @classmethod
+    @_with_values
     def prefix(cls, total: int, size: int) -> Spans:
         """Attend to the first `size` keys, for `|`: a prefix, or the first tokens beside a window."""
         total, size = _size("Spans.prefix", "total", total), _size("Spans.prefix", "size", size)
@@ -143,6 +170,7 @@ class Spans:
     # ---- a function ----
 
     @classmethod
+    @_with_values
     def of(
         cls,
         function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
@@ -184,6 +212,7 @@ class Spans:
 
     # ---- combinations ----
 
+    @_with_values
     def __and__(self, other: Spans) -> Spans:
         """Keep the keys that both have."""
         one, two = self._pair(other)
@@ -193,6 +222,7 @@ class Spans:
         first, end = torch.maximum(*pairs[0]), torch.minimum(*pairs[1])
         return Spans(torch.stack([first, torch.maximum(first, end)], -1).flatten(3), self.keys)
 
+    @_with_values
     def __or__(self, other: Spans) -> Spans:
         """Keep the keys that either has."""
         one, two = self._pair(other)
@@ -229,6 +259,7 @@ class Spans:
         """(B or 1, H or 1, S, T), as of the mask of booleans."""
         return torch.Size([*self.ends.shape[:3], self.keys])
 
+    @_with_values
     def dense(
         self, query: int = 0, queries: int | None = None, key: int = 0, keys: int | None = None
     ) -> Tensor:
@@ -244,7 +275,7 @@ class Spans:
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made of these spans by this key, or make it."""
         if key not in self._made:
-            self._made[key] = make()
+            self._made[key] = _with_values(make)()
         return self._made[key]
 
     @property
@@ -317,6 +348,10 @@ def _by_sample(where: str, name: str, x: object) -> Tensor:
     """Return a tensor [B, S] or [S] as [B, S] on the CPU."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         raise TypeError(f"{where}: {name} is {_kind(x)}; expected a bool or int tensor [B, S]")
+    if not has_values(x):
+        raise ValueError(
+            f"{where}: {name} is a meta or fake tensor; expected values, of which spans are made"
+        )
     if x.dim() not in (1, 2) or x.size(-1) == 0:
         raise ValueError(
             f"{where}: {name} is of shape {list(x.shape)}; expected [B, S] with at least one token"
@@ -353,6 +388,7 @@ def with_keywords(given: Spans | None, keywords: Keywords) -> Spans:
 
 # Of long packed sequences each is megabytes.
 @functools.lru_cache(16)
+@_with_values
 def closed(
     queries: int,
     keys: int,

@@ -9,7 +9,8 @@ those before each of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -298,6 +299,6 @@ class _Passing:
         return state
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a block in which autocast leaves products on the tensor's device in their dtype."""
-    return torch.autocast(x.device.type, enabled=False)
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
