@@ -17,7 +17,7 @@ from .._exchange.arguments import ranks_of
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, Piece, even, pieces
 from .._exchange.pieces import selected
-from .._exchange.watch import has_values
+from .._exchange.watch import is_fake
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.gather import transpose_for
@@ -159,7 +159,7 @@ def _by_tiles(problem: Problem, part: Part, runs: Sequence[Piece], keys: Sequenc
             low, high = max(first, start), min(end, start + count)
             if low < high:
                 held.append((at + low - start, high - low))
-                if has_values(q):
+                if not is_fake(q):
                     allowed.append(spans.dense(begin, size, low, high - low).to(q.device))
                 else:
                     allowed.append(q.new_ones(*spans.shape[:2], size, high - low, dtype=torch.bool))

@@ -15,7 +15,7 @@ from .. import _C
 from .._checks import digest
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import extent, total_of
-from .._exchange.watch import has_values
+from .._exchange.watch import is_fake
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
@@ -353,7 +353,7 @@ def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: flo
     parts = ["causal True"] if weights.causal else []
     if mask is not None:
         parts.append(f"mask of {mask.dtype}")
-        compares = has_values(mask) and ((mask.is_cpu and not mask.requires_grad) or _C.env("check") == "1")
+        compares = not is_fake(mask) and ((mask.is_cpu and not mask.requires_grad) or _C.env("check") == "1")
         if compares and not torch.compiler.is_compiling():
             parts.append(f"hash of the mask {_digest_of(mask):x}")
     if weights.window is not None:
@@ -364,7 +364,7 @@ def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: flo
             parts.append(f"hash of the spans {spans.digest:x}")
     if weights.sinks is not None:
         parts.append(f"sinks of {weights.sinks.dtype}")
-        if not torch.compiler.is_compiling() and _C.env("check") == "1" and has_values(weights.sinks):
+        if not torch.compiler.is_compiling() and _C.env("check") == "1" and not is_fake(weights.sinks):
             parts.append(f"hash of the sinks {digest(weights.sinks):x}")
     if weights.softcap:
         parts.append(f"softcap {weights.softcap}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._exchange.watch import has_values
+from .._exchange.watch import is_fake
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, Kernel, Needs, accumulated
@@ -98,7 +98,7 @@ class Blocks:
         """Return 0 where spans let a query attend to a key and -inf elsewhere; whether a query has no key."""
         spans = self._scores.spans
         assert spans is not None
-        if not has_values(q):
+        if is_fake(q):
             batch = 1 if block.sample >= 0 else spans.ends.size(0)
             return q.new_zeros(batch, spans.ends.size(1), block.queries, block.keys), True
         ends = spans.on_cpu.narrow(2, block.query_start, block.queries)

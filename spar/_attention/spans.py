@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._checks import digest
-from .._exchange.watch import has_values
+from .._exchange.watch import is_fake
 from ..sizes import as_named_int
 from .mask_functions import by_bisection, by_pairs, intervals_of
 
@@ -348,7 +348,7 @@ def _by_sample(where: str, name: str, x: object) -> Tensor:
     """Return a tensor [B, S] or [S] as [B, S] on the CPU."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         raise TypeError(f"{where}: {name} is {_kind(x)}; expected a bool or int tensor [B, S]")
-    if not has_values(x):
+    if is_fake(x):
         raise ValueError(
             f"{where}: {name} is a meta or fake tensor; expected values, of which spans are made"
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..sizes import share
-from .watch import has_values
+from .watch import is_fake
 
 Args = tuple[int, ...]
 Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)
@@ -273,7 +273,7 @@ def _packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     sizes = table[ring]
     starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
     # A tensor adds them faster, where it has values.
-    total = int(sizes.sum()) if has_values(sizes) else sum(_packed_sizes(layout, outer, ring))
+    total = sum(_packed_sizes(layout, outer, ring)) if is_fake(sizes) else int(sizes.sum())
     index = starts.repeat_interleave(sizes, output_size=total) + _places(total)
     begin = share_start(len(index), inner, part)
     return index[begin : begin + share(len(index), inner, part)]

@@ -68,8 +68,3 @@ def have_tangents(inputs: Sequence[torch.Tensor]) -> bool:
         and (any_may or forward_ad.unpack_dual(x).tangent is not None)
         for x in inputs
     )
-
-
-def has_values(x: torch.Tensor) -> bool:
-    """Whether a tensor has values: it is neither on the meta device nor fake."""
-    return not x.is_meta and getattr(x, "fake_mode", None) is None
