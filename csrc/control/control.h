@@ -24,6 +24,7 @@
 #include "ipc/arena.h"
 #include "ipc/peers.h"
 #include "ipc/tcp.h"
+#include "plan/place.h"
 #include "plan/plan.h"
 
 #include <pthread.h>
@@ -45,7 +46,7 @@ typedef void (*spar_describe)(const void *call, char *text, size_t size, spar_ga
 /* What a rank publishes in call n. */
 typedef struct {
     uint64_t signature;
-    int64_t forward;    /* the number of the call whose gradient it moves; 0: not known, equal to any */
+    int64_t forward;    /* the call's word: plan/place.h */
     spar_status status; /* other than SPAR_OK: it failed, and moves no bytes */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
     int64_t pitches[SPAR_GROUP_TENSORS]; /* of their rows; 0: there are no gaps (plan/rows.h) */

@@ -54,7 +54,7 @@ static spar_status compare_headers(spar_group *g, spar_describe describe, const 
         if (all[rank].status == SPAR_OK) {
             differs |= all[rank].signature != all[0].signature;
             differs |= spar_forward_differs(all[rank].forward, forward);
-            forward = forward ? forward : all[rank].forward;
+            forward = spar_forward_merged(forward, all[rank].forward);
             continue;
         }
         char text[SPAR_GROUP_TEXT];

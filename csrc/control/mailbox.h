@@ -56,12 +56,6 @@ struct spar_group {
     int news;         /* a far rank broke the group, or a connection ended */
 };
 
-/* Whether two exchanges move the gradients of different calls; a number that is not known equals any. */
-static inline int spar_forward_differs(int64_t a, int64_t b)
-{
-    return a && b && a != b;
-}
-
 /* Whether a progress word has reached `call`; call numbers wrap. */
 static inline int spar_has_reached(const uint32_t *word, uint32_t call)
 {

@@ -130,8 +130,11 @@ static int differ(const description *a, const description *b)
 static void append_call(char *text, size_t size, int rank, const description *call)
 {
     spar_append(text, size, "\n  rank %d: %s", rank, call->text);
-    if (call->forward)
-        spar_append(text, size, " (gradient of call %lld)", (long long)call->forward);
+    if (call->forward) {
+        spar_append(text, size, " (");
+        spar_forward_describe(call->forward, text, size);
+        spar_append(text, size, ")");
+    }
 }
 
 /* Reads the descriptions of this rank's newest call, without their texts, which the error has. */

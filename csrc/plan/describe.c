@@ -3,6 +3,7 @@
 #include "plan/plan.h"
 
 #include "base/util.h"
+#include "plan/place.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -72,10 +73,11 @@ void spar_plan_describe_call(const spar_plan *plan, const char *op, const char *
     char rest[512];
     size_t limit = sizeof rest < size / 2 ? sizeof rest : size / 2;
     snprintf(rest, limit, "%s", text);
-    if (number)
-        spar_append(rest, limit, " (call %lld%s", (long long)number, forward ? "" : ")");
-    if (number && forward)
-        spar_append(rest, limit, ", gradient of call %lld)", (long long)forward);
+    if (number) {
+        spar_append(rest, limit, " (call %lld%s", (long long)number, forward ? ", " : "");
+        spar_forward_describe(forward, rest, limit);
+        spar_append(rest, limit, ")");
+    }
     size_t room = size - strlen(rest);
     snprintf(line, room, "%s ", op ? op : "a call");
     size_t used = strlen(line);

@@ -121,7 +121,7 @@ uint64_t spar_plan_signature(const spar_plan *plan, const char *text);
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size);
 
 /* Describes a call of the plan in one line: op, which may be NULL, plan, `text` and, unless 0, its number and
- * the number of the call whose gradient it moves. A plan that is too long for `size` ends in "...", and the
+ * the call's word (plan/place.h). A plan that is too long for `size` ends in "...", and the
  * rest is whole: up to half of `size`. */
 void spar_plan_describe_call(const spar_plan *plan, const char *op, const char *text, int64_t number,
                              int64_t forward, char *line, size_t size);

@@ -26,6 +26,7 @@ PyObject *spar_py_use_view(PyObject *Py_UNUSED(module), PyObject *args)
         {&uses.shape, "shape"},  {&uses.start, "start"},    {&uses.stop, "stop"},
         {&uses.step, "step"},    {&uses.call, "_call"},     {&uses.finish, "_finish"},
         {&uses.is_true, "true"}, {&uses.is_false, "false"}, {&uses.is_zero, "0.0"},
+        {&uses.place, "_spar_place"}, {&uses.code, "_code_of"},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].at = PyUnicode_InternFromString(texts[i].text)))
@@ -51,7 +52,8 @@ enum { FEW = 32 };
 typedef struct {
     const spar_view_uses *uses;
     int is_known;
-    int has_part;
+    int has_part, has_tensor;
+    uint64_t weights;
     Py_ssize_t count, room;
     PyObject **items; /* owned; the few, or more on the heap */
     PyObject *few[FEW];
@@ -115,15 +117,22 @@ int spar_py_is_tensor(const spar_view_uses *uses, PyObject *x)
     return type == uses->tensor || type == uses->parameter;
 }
 
-/* A new reference: None if x is no part. */
-static PyObject *shard_of(const spar_view_uses *uses, PyObject *x)
+/* A new reference: None if x is no part. Notes which parameter of the model it is. */
+static PyObject *shard_of(reading *into, PyObject *x)
 {
+    const spar_view_uses *uses = into->uses;
     if (!spar_py_is_tensor(uses, x))
         return PyObject_CallFunctionObjArgs(uses->getattr, x, uses->shard, Py_None, NULL);
     PyObject *attributes = PyObject_GenericGetDict(x, NULL); /* a fifth of getattr's time */
     PyObject *shard = attributes ? PyDict_GetItemWithError(attributes, uses->shard) : NULL;
     if (!shard && !PyErr_Occurred())
         shard = Py_None;
+    if (shard == Py_None && (PyObject *)Py_TYPE(x) == uses->parameter) {
+        PyObject *place = PyDict_GetItemWithError(attributes, uses->place);
+        into->weights = 31 * into->weights + (place ? PyLong_AsUnsignedLongLongMask(place) : 0);
+        if (PyErr_Occurred())
+            shard = NULL;
+    }
     Py_XINCREF(shard);
     Py_XDECREF(attributes);
     return shard;
@@ -132,9 +141,10 @@ static PyObject *shard_of(const spar_view_uses *uses, PyObject *x)
 /* Equal parts have the same shard; of a whole tensor the shape counts. */
 static int add_tensor(reading *into, PyObject *x)
 {
-    PyObject *shard = shard_of(into->uses, x);
+    PyObject *shard = shard_of(into, x);
     if (!shard)
         return -1;
+    into->has_tensor = 1;
     if (shard != Py_None) {
         into->has_part = 1;
         return add_new(into, shard);
@@ -261,11 +271,13 @@ int spar_py_call_key(const spar_view_uses *uses, PyObject *func, PyObject *args,
 {
     reading into = {.uses = uses, .is_known = 1, .room = FEW};
     into.items = into.few;
-    *result = (spar_call_key){NULL, 0};
+    *result = (spar_call_key){0};
     int failed = add(&into, func) < 0 || add_items(&into, args) < 0 ||
                  (kwargs && add_keywords(&into, kwargs) < 0) ||
                  (into.is_known && !(result->key = as_tuple(&into)));
     clear(&into);
     result->has_part = into.has_part;
+    result->has_tensor = into.has_tensor;
+    result->weights = into.weights;
     return failed ? -1 : 0;
 }

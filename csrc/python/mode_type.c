@@ -3,7 +3,11 @@
  * the others to the view's method `_call`. */
 #include "python/view.h"
 
+#include "plan/place.h"
+
 #include <stddef.h>
+
+#include <string.h>
 #include <structmember.h>
 
 static PyObject *mode_type; /* made once */
@@ -12,7 +16,9 @@ typedef struct {
     PyObject_HEAD
     PyObject *known; /* a dict: by the key of a call that has parts, a tuple of what it does */
     PyObject *plain; /* a set: functions that run as they are if no argument is a part */
+    PyObject *codes; /* a dict: by a function, what a call of it adds to the hash of the code; 0: nothing */
     char watching;   /* whether `_call` has to look at each call */
+    unsigned long long place[SPAR_PLACE_FIELDS]; /* hashes of what this forward did: plan/place.h */
 } mode_object;
 
 /* What a known call does: run a function; with values in the place of some arguments; say what the results
@@ -140,7 +146,7 @@ static PyObject *find(mode_object *self, const spar_view_uses *uses, PyObject *f
     if (self->watching)
         return NULL;
     if (!key->has_part)
-        found = PySet_Contains(self->plain, func) > 0 ? Py_None : NULL;
+        found = key->key && PySet_Contains(self->plain, func) > 0 ? Py_None : NULL;
     else if (key->key)
         found = PyDict_GetItemWithError(self->known, key->key);
     if (!found)
@@ -150,6 +156,34 @@ static PyObject *find(mode_object *self, const spar_view_uses *uses, PyObject *f
         return found;
     Py_DECREF(found);
     return NULL;
+}
+
+/* Adds a value to a hash, in which the order counts. */
+static void fold(unsigned long long *hash, unsigned long long value)
+{
+    *hash = (*hash ^ value) * 0x9E3779B97F4A7C15u;
+    *hash ^= *hash >> 29;
+}
+
+/* Adds a call to the hash of the code that ran: ranks compare it in each exchange. */
+static int note_call(mode_object *self, const spar_view_uses *uses, PyObject *func, const spar_call_key *key)
+{
+    if (!key->has_tensor)
+        return 0;
+    PyObject *code = PyDict_GetItemWithError(self->codes, func);
+    if (!code) {
+        PyObject *made =
+            PyErr_Occurred() ? NULL : PyObject_CallMethodObjArgs((PyObject *)self, uses->code, func, NULL);
+        int failed = made ? PyDict_SetItem(self->codes, func, made) : -1;
+        Py_XDECREF(made); /* the dict has it */
+        if (failed)
+            return -1;
+        code = made;
+    }
+    unsigned long long value = PyLong_AsUnsignedLongLongMask(code);
+    if (value)
+        fold(&self->place[SPAR_PLACE_CODE], value + key->weights);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 PyDoc_STRVAR(call_doc, "__torch_function__(func, types, args=(), kwargs=None)\n\n"
@@ -171,8 +205,9 @@ static PyObject *mode_torch_function(PyObject *self, PyObject *const *given, Py_
     PyObject *func = given[FUNC], *out = NULL;
     PyObject *args = count > ARGS ? Py_NewRef(given[ARGS]) : PyTuple_New(0);
     PyObject *kwargs = has_kwargs ? Py_NewRef(given[KWARGS]) : NULL;
-    spar_call_key key = {NULL, 0};
-    if (args && spar_py_call_key(uses, func, args, kwargs, &key) == 0) {
+    spar_call_key key = {0};
+    if (args && spar_py_call_key(uses, func, args, kwargs, &key) == 0 &&
+        note_call((mode_object *)self, uses, func, &key) == 0) {
         PyObject *known = find((mode_object *)self, uses, func, &key);
         if (known && known != Py_None)
             out = run_known(self, uses, known, &args, &kwargs);
@@ -213,6 +248,40 @@ static PyObject *mode_remember_plain(PyObject *self, PyObject *func)
     return PySet_Add(((mode_object *)self)->plain, func) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *mode_fold(PyObject *self, PyObject *args)
+{
+    int field;
+    unsigned long long value;
+    if (!PyArg_ParseTuple(args, "iK", &field, &value))
+        return NULL;
+    if (field < 0 || field >= SPAR_PLACE_FIELDS)
+        return PyErr_Format(PyExc_IndexError, "field %d of a place", field);
+    fold(&((mode_object *)self)->place[field], value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *mode_begin(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    mode_object *mode = (mode_object *)self;
+    memset(mode->place, 0, sizeof mode->place);
+    mode->place[SPAR_PLACE_CODE] = 1; /* a rank on which nothing has run is somewhere, too */
+    Py_RETURN_NONE;
+}
+
+static PyObject *mode_word(PyObject *self, void *Py_UNUSED(closure))
+{
+    const unsigned long long *place = ((mode_object *)self)->place;
+    uint64_t hashes[SPAR_PLACE_FIELDS];
+    for (int i = 0; i < SPAR_PLACE_FIELDS; i++)
+        hashes[i] = place[i];
+    return PyLong_FromLongLong(spar_place(hashes));
+}
+
+static PyObject *mode_code_of(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(func))
+{
+    return PyLong_FromLong(0);
+}
+
 static PyObject *mode_forget(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     PyDict_Clear(((mode_object *)self)->known);
@@ -227,13 +296,15 @@ static int mode_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((mode_object *)self)->known);
     Py_VISIT(((mode_object *)self)->plain);
+    Py_VISIT(((mode_object *)self)->codes);
     return 0;
 }
 
 static PyObject *mode_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
 {
     mode_object *self = (mode_object *)PyType_GenericAlloc(type, 0);
-    if (self && (!(self->known = PyDict_New()) || !(self->plain = PySet_New(NULL)))) {
+    if (self && (!(self->known = PyDict_New()) || !(self->plain = PySet_New(NULL)) ||
+                 !(self->codes = PyDict_New()))) {
         Py_DECREF(self);
         return NULL;
     }
@@ -246,6 +317,7 @@ static void mode_dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     Py_XDECREF(((mode_object *)self)->known);
     Py_XDECREF(((mode_object *)self)->plain);
+    Py_XDECREF(((mode_object *)self)->codes);
     PyObject_GC_Del(self);
     Py_DECREF(type);
 }
@@ -255,6 +327,10 @@ static PyMethodDef mode_methods[] = {
     {"_remember", mode_remember, METH_VARARGS, remember_doc},
     {"_remember_plain", mode_remember_plain, METH_O,
      "_remember_plain(func): it runs as it is from now on, if no argument is a part."},
+    {"_fold", mode_fold, METH_VARARGS, "_fold(field, value): adds a value to a hash of the place."},
+    {"_code_of", mode_code_of, METH_O,
+     "_code_of(func): what a call of it adds to the hash of the code; to override."},
+    {"_begin", mode_begin, METH_NOARGS, "Begins the place of a forward."},
     {"_forget", mode_forget, METH_NOARGS, "Forgets what calls of parts do."},
     {NULL, NULL, 0, NULL},
 };
@@ -264,6 +340,11 @@ static PyMemberDef mode_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+static PyGetSetDef mode_getset[] = {
+    {"word", mode_word, NULL, "what the code has run, as an exchange's word: csrc/plan/place.h", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot mode_slots[] = {
     {Py_tp_doc, "Runs the calls of torch functions that are known, and gives others to `_call`."},
     {Py_tp_new, mode_new},
@@ -271,6 +352,7 @@ static PyType_Slot mode_slots[] = {
     {Py_tp_traverse, mode_traverse},
     {Py_tp_methods, mode_methods},
     {Py_tp_members, mode_members},
+    {Py_tp_getset, mode_getset},
     {0, NULL},
 };
 
@@ -364,6 +446,20 @@ static PyObject *module_handle(PyObject *Py_UNUSED(module), PyObject *const *giv
 
 /* ---- functions that the view's own code shares ---- */
 
+static PyObject *module_words_differ(PyObject *Py_UNUSED(module), PyObject *words)
+{
+    int64_t known = 0;
+    int differ = 0;
+    for (Py_ssize_t i = 0; i < spar_sequence_size(words); i++) {
+        int64_t word = PyLong_AsLongLong(spar_sequence_item(words, i));
+        if (PyErr_Occurred())
+            return NULL;
+        differ |= spar_forward_differs(known, word);
+        known = spar_forward_merged(known, word);
+    }
+    return PyBool_FromLong(differ);
+}
+
 static PyObject *module_replaced(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *args, *kwargs, *pairs, *result = NULL;
@@ -392,7 +488,7 @@ static PyObject *module_call_key(PyObject *Py_UNUSED(module), PyObject *argument
 {
     PyObject *func, *args, *kwargs;
     const spar_view_uses *uses = spar_py_view_uses();
-    spar_call_key key = {NULL, 0};
+    spar_call_key key = {0};
     if (!uses || !PyArg_ParseTuple(arguments, "OO!O!", &func, &PyTuple_Type, &args, &PyDict_Type, &kwargs) ||
         spar_py_call_key(uses, func, args, kwargs, &key) < 0)
         return NULL;
@@ -407,6 +503,8 @@ PyMethodDef spar_py_view_methods[] = {
      "replaced(args, kwargs, pairs) -> (args, kwargs), with other values at positions or names"},
     {"mark_results", module_mark_results, METH_VARARGS,
      "mark_results(out, result): says that a result is this shard, or several those of a list."},
+    {"words_differ", module_words_differ, METH_O,
+     "words_differ(words): whether ranks' words cannot be of one call; 0 equals any."},
     {"handle_torch_function", (PyCFunction)(void (*)(void))module_handle, METH_FASTCALL | METH_KEYWORDS,
      handle_doc},
     {NULL, NULL, 0, NULL},

@@ -18,7 +18,8 @@ typedef struct {
     PyObject *pop_mode, *push_mode;      /* the innermost mode off torch's stack, and onto it */
     PyObject *handle;                    /* torch.overrides.handle_torch_function */
     /* Strings: */
-    PyObject *shape, *start, *stop, *step, *call, *finish, *is_true, *is_false, *is_zero;
+    PyObject *shape, *start, *stop, *step, *call, *finish, *is_true, *is_false, *is_zero, *place,
+        *code;
 } spar_view_uses;
 
 /* NULL and an exception before spar_py_use_view. */
@@ -38,6 +39,8 @@ extern PyMethodDef spar_py_view_methods[];
 typedef struct {
     PyObject *key; /* a tuple; NULL where none can */
     int has_part;  /* whether an argument is a part, or holds one */
+    int has_tensor;   /* whether an argument is a tensor */
+    uint64_t weights; /* which parameters of the model are among them: their attributes _spar_place */
 } spar_call_key;
 
 /* Finds the key of a call; kwargs may be NULL. Returns 0, or -1 and an exception, and then no key. */

@@ -56,7 +56,7 @@ typedef struct {
     spar_sum_kind sum;
     const char *text; /* what else must be equal on all ranks: the dtype, the factor, ... */
     int64_t number;   /* the caller's count of the group's calls; equal on all ranks, too */
-    int64_t forward;  /* the number of the call whose gradient it moves; 0: not known, equal to any */
+    int64_t forward;  /* the call's word: plan/place.h */
     void *stream;     /* the device's queue; NULL on a CPU */
     void *native;     /* the caller's own communicator, as spar_native has it, now */
     void *staging;    /* memory of the device, for this call alone, aligned to 256 bytes; see prepare */

@@ -53,7 +53,7 @@ def agree(
             call that gathers; called only if ranks differ.
         deadline: in seconds of time.monotonic().
         data: what this rank sends with the step; as long on all ranks, ROOM at most.
-        forward: the number of the call whose gradient the step moves; 0: not known, equal to any.
+        forward: the number of the call whose gradient the step moves, or a view's word; 0: equal to any.
 
     Raises:
         MismatchError: ranks differ, or one failed. Every rank that did not fail raises it.
@@ -63,8 +63,8 @@ def agree(
     collectives.settle(group, op, deadline)
     headers = collectives.all_gather(group, _header(group, step, _OK, data, forward), op, deadline)
     rows = [row[:3].tolist() for row in headers]
-    forwards = {int(row[3]) for row in headers} - {0}
-    if all(row == rows[0] for row in rows) and len(forwards) <= 1:
+    differs = _C.words_differ([int(row[3]) for row in headers])
+    if all(row == rows[0] for row in rows) and not differs:
         return [bytes(row[4:].view(torch.uint8)[: len(data)].tolist()) for row in headers] if data else []
     descriptions = collectives.all_gather(group, _row(*describe()), op, deadline)
     texts = [bytes(row[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in descriptions]

@@ -21,6 +21,14 @@ _CALL = re.compile(
 _TENSOR = re.compile(r"(?P<shape>\[.*?\]): (?P<before>.*) -> (?P<after>.*)")
 _LAYOUT = re.compile(r"(?:dim )?(?P<dim>\w+)(?: in (?P<sizes>\[.*?\])(?: \((?P<order>.*)\))?)?")
 _GRADIENT = "the gradient"
+# Of a place in a view, as csrc/plan/place.c writes it. 0 is not known, and equals any.
+CODE, TORCH, RANDOM, NUMPY = _PLACE = (
+    "the hash of the code that ran",
+    "the state of torch's generators",
+    "the state of Python's random",
+    "the state of numpy.random",
+)
+_FIELDS = re.compile(r"(.*), code (\w+), torch (\w+), random (\w+), numpy (\w+)")
 _LONGEST = 120  # characters of a value
 
 
@@ -32,6 +40,9 @@ def first_difference(texts: list[str]) -> str:
     calls = [_arguments(text) for text in texts]
     for name in dict.fromkeys([name for call in calls for name in call]) if all(calls) else ():
         values = [call.get(name) or "none" for call in calls]
+        if name in _PLACE:
+            known = [value for value in values if value not in ("0", "none")]
+            values = [value if value in known else known[0] for value in values] if known else values[:1]
         ranks = ranks_of(values)
         if len(ranks) == 1:
             continue
@@ -67,7 +78,9 @@ def _arguments(text: str) -> dict[str, str | None]:
     for note in call["notes"].split(", ") if call["notes"] else ():
         name, _, value = note.rpartition(" ")
         arguments[name or note] = value
-    return arguments | {"the number of the call": call["number"]}
+    place = _FIELDS.fullmatch(call["number"] or "")
+    arguments["the number of the call"] = place[1] if place else call["number"]
+    return arguments | (dict(zip(_PLACE, place.groups()[1:], strict=True)) if place else {})
 
 
 def mismatch(

@@ -49,8 +49,6 @@ def diagnose(model: torch.nn.Module, step: Callable[[], Any], *, show: bool = Tr
     parts = states[0].view.parts
     with group_of(parts.group).call(_NAME, MOST_EXCHANGES):
         sharded = Trace(model)
-        for state in states:
-            state.compared = False  # the inputs of this step were perhaps not
         error = None
         with _kept(model, parts.group):
             try:

@@ -40,6 +40,8 @@ class Group(GroupState):
         exchanges: what calls decided from their arguments, by these: it takes longer than an exchange.
         queue: while calls are in flight, those.
         newest: what the C core knows of the newest exchange.
+        view: in a forward of a sharded model, what has its `word`, which ranks compare in each exchange but
+            those in flight; else None.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -48,6 +50,7 @@ class Group(GroupState):
         self.exchanges: dict[tuple[object, ...], Any] = {}
         self.queue: Queue | None = None
         self.newest: _C.Exchange | None = None
+        self.view: _C.Mode | None = None
         self._newest_queue: Queue | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread whose call it is
@@ -123,6 +126,8 @@ class Group(GroupState):
                         self.exchanges.clear()
                     self.calls = number = before + 1
                     self.newest = core
+                    if self.view is not None and not forward and not queued:
+                        forward = self.view.word
                     run: Any = channel.exchange
                     if is_profiled():
                         run = functools.partial(profiled, self, channel)

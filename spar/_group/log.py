@@ -85,7 +85,7 @@ def logged(
         "%s: %s%s; here %s -> %s, %d bytes to others over %s, %d us",
         group.title(core.op, number),
         plan.describe("", core.text, 0, 0)[0].strip(),
-        f", gradient of call {forward}" if forward else "",
+        f", gradient of call {forward}" if forward > 0 else "",
         _listed([list(x.shape[rows:]) for x in inputs]),
         _listed([list(shape[rows:]) for shape in plan.out_shapes]),
         sum(plan.push_bytes),

@@ -85,6 +85,17 @@ def is_capturing(device: torch.device) -> bool:
         return _capturing()
 
 
+def to_host(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Copy a tensor to the host; return also the event after which it is there, or None if it is."""
+    if x.device.type != "cuda":
+        return x.cpu(), None
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(_streams.current_stream(x.device))
+    return host, ready
+
+
 class Beside:
     """A side stream in which an exchange runs behind what the caller's stream has; a no-op for the CPU."""
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .part import part_of
+from .part import part_of, tensors_in
 
 
 class _Alias(NamedTuple):
@@ -102,6 +102,29 @@ class Aliases:
         if alias is None or alias.memory.expired():
             return False
         return not alias.of_whole or not (as_part or part_of(x) is not None)
+
+
+class Given:
+    """What was sliced from the caller's tensors: a change of a part is one of what the caller has."""
+
+    def __init__(self, inputs: Any) -> None:
+        tensors = [x for x in tensors_in(inputs) if torch._C._has_storage(x)]
+        self._storages = {x.untyped_storage()._cdata for x in tensors}
+        self._sliced: list[tuple[Tensor, Tensor, int | None]] = []  # with the part's version
+
+    def add(self, whole: Tensor, part: Tensor) -> None:
+        if torch._C._has_storage(whole) and whole.untyped_storage()._cdata in self._storages:
+            self._sliced.append((whole, part, _version(part)))
+
+    def write_back(self, gather: Callable[[Tensor], Tensor], aliases: Aliases) -> None:
+        """Give the caller's tensors what blocks changed in place in their parts. Collective."""
+        for whole, part, version in self._sliced:
+            if aliases.is_stale(whole) or _version(part) != version:
+                whole.copy_(gather(part))
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version  # which inference tensors do not count
 
 
 def _memory(x: Tensor) -> StorageWeakRef:

@@ -9,26 +9,32 @@ import functools
 import inspect
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._C import call_key
+from .._control.mismatch import add_advice
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from .._group.registry import place_of
+from ..errors import MismatchError, SparError
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
+from .agreement import Agreement
 from .caches import follow
 from .experts import are_experts, run_experts
+from .generators import CODE
 from .images import has_convolutions, shard_rows
-from .inputs import check_equal
 from .outside import again, enter_inputs, intercepted
 from .part import Part, Parts, part_of, tensors_in, whole_shape
-from .report import Report
+from .places import explain, forget_parameters, number_parameters
+from .report import Report, warn_caller
 from .view import Around, View, current_view, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
@@ -209,16 +215,17 @@ class _Sharded:
 
     def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
         self.model, self.view = model, view
-        self.compared = False  # whether the ranks' inputs were, in the first forward
+        self.agreement = Agreement(view.parts.group, model)
         self.is_whole = False  # whether forwards run as in one process, for a comparison
-        inner = [block for block in blocks.values() if block is not model]
+        inner = {name: block for name, block in blocks.items() if block is not model}
         self.shards = _Shards(self, model) if len(inner) < len(blocks) else None  # if the model is a block
         self.hooks = [
-            block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True) for block in inner
+            block.register_forward_pre_hook(_Shards(self, block), with_kwargs=True)
+            for block in inner.values()
         ]
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
-        for module in inner:
-            self._replace(module, _BlockForward)
+        for name, module in inner.items():
+            self._replace(module, functools.partial(_BlockForward, name))
         for module in model.modules():
             if are_experts(module):
                 self._replace(module, _ExpertsForward)
@@ -240,6 +247,7 @@ class _Sharded:
                 )
         for hook in self.hooks:
             hook.remove()
+        forget_parameters(self.model)
         for (module, before, _), is_replaced in zip(self.forwards, replaced, strict=True):
             if is_replaced:
                 continue
@@ -268,17 +276,40 @@ class _Forward:
 
 
 class _BlockForward(_Forward):
+    def __init__(self, name: str, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.name, self.number = name, zlib.crc32(name.encode())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a block; in the view too if backward runs it again, for a checkpoint."""
         sharded, view = self.sharded, self.sharded.view
         view.blocks += 1
         try:
-            if sharded.is_running or not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+            if sharded.is_running:
+                view._fold(CODE, self.number)
+                return self.own(*args, **kwargs)
+            if not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+                self._note_outside(view)
                 return self.own(*args, **kwargs)
             with again(view):
                 return self.own(*args, **kwargs)
         finally:
             view.blocks -= 1
+
+    def _note_outside(self, view: View) -> None:
+        """Say once that a block runs whole on each rank: the sharded model's forward did not call it."""
+        if view.parts.world == 1 or is_dynamo_compiling() or (view.has_run_outside and not view.strict):
+            return
+        view.has_run_outside = True
+        problem = "runs outside of the sharded model's forward, and so whole on each rank"
+        advice = (
+            "call the sharded model itself, not a module of it; if its forward was replaced since "
+            "shard_model, unshard_model(model) before and shard_model after that"
+        )
+        if view.strict:
+            raise view.error(f"block {self.name}", problem, f"{advice}, or pass strict=False")
+        if not view.parts.rank:
+            warn_caller(f"block {self.name} {problem}; {advice}")
 
 
 class _ExpertsForward(_Forward):
@@ -289,6 +320,10 @@ class _ExpertsForward(_Forward):
 
 
 class _ModelForward(_Forward):
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.names = tuple(inspect.signature(self.own).parameters)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks, never compiled: torch.compile cannot trace the view."""
         run = _run_disabled() if "torch._dynamo" in sys.modules else _ModelForward._run
@@ -302,15 +337,20 @@ class _ModelForward(_Forward):
             try:
                 view.parts.device = _device_of(sharded.model)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
-                if not sharded.compared:
-                    names = inspect.signature(self.own).parameters
-                    check_equal(view.parts.group, dict(zip(names, args, strict=False)) | kwargs)
-                    sharded.compared = True
-                with intercepted(view), view.forward():
+                if view.recording:
+                    number_parameters(sharded.model)
+                sharded.agreement.begin(dict(zip(self.names, args, strict=False)) | kwargs, view.parts.device)
+                with intercepted(view), view.forward(args, kwargs):
                     output = view.output(self._in_view(args, kwargs))
+                sharded.agreement.end(view.word)
                 follow(view, *kwargs.values(), output)
-            except BaseException:
+            except BaseException as error:
                 call.device = view.parts.device.type
+                if isinstance(error, MismatchError):
+                    with contextlib.suppress(SparError):  # the group may be broken
+                        sharded.agreement.end(0)  # other inputs are the reason, if they differ
+                    add_advice(error)
+                    explain(error, _BlockForward)
                 raise
         self._warn()
         return output

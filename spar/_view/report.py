@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from math import isnan, nan, prod
@@ -133,7 +134,20 @@ def frames() -> Iterator[Any]:
 def place_of_caller() -> str:
     """Return file:line of the innermost code that is neither torch's nor spar's."""
     for frame in frames():
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGES) and not name.startswith("<"):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        name = name_of_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
     return "unknown"
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the innermost code that is neither torch's nor spar's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and not name_of_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def name_of_file(path: str) -> str:
+    """Return the name of a file whose code is neither torch's nor spar's; else an empty string."""
+    return "" if path.startswith((*_PACKAGES, "<")) else os.path.basename(path)

@@ -16,17 +16,18 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_tor
 
 from .._C import Mode, mark_results, replaced, use_view
 from . import subclasses
-from .aliases import Aliases
+from .aliases import Aliases, Given
 from .bodies import body_of, is_collective
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
 from .functions import Function, function_of, hides_writes
+from .generators import TORCH, draws_since, states, states_of
 from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
+from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
-from .rules.random import draws, may_draw, same_generators
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
@@ -61,22 +62,30 @@ class View(Mode, TorchFunctionMode):
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
         self._steps: dict[tuple[Any, ...], Step] = {}
-        self._compared = False  # whether the ranks' generators were, in this forward
-        self._aliases = Aliases()
+        self._aliases, self._given = Aliases(), Given(())
+        self.has_run_outside = False  # whether a block ran, in no forward of the model
         self.recording = True  # in the first forward
 
     # ---- what a model's hooks call ----
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Enter the view for one forward of the model."""
+    def forward(self, *inputs: Any) -> Iterator[None]:
+        """Enter the view for one forward of the model. inputs: the caller's tensors, which it may change."""
+        groups = compared_groups(self.parts)
+        self._begin()
+        self._given = Given(inputs)
+        self._states = states(self.parts.device)
+        before = [group.view for group in groups]
         try:
+            for group in groups:
+                group.view = self
             with self:
                 yield
             self.recording = False
         finally:
-            self._compared = False
-            self._aliases = Aliases()
+            for group, view in zip(groups, before, strict=True):
+                group.view = view
+            self._aliases, self._given = Aliases(), Given(())
             self._watch()
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
@@ -86,6 +95,7 @@ class View(Mode, TorchFunctionMode):
         if not out.is_contiguous():
             out = mark(out.clone(memory_format=torch.preserve_format), part)
         self._aliases.add_slice(out, x)
+        self._given.add(x, out)
         return out
 
     def gather(self, value: Any) -> Any:
@@ -93,9 +103,13 @@ class View(Mode, TorchFunctionMode):
         return changed(self.parts.gather, value)
 
     def output(self, value: Any) -> Any:
-        """Return a forward's output with whole tensors, at its end."""
+        """Return a forward's output with whole tensors, at its end, where ranks compare all that it did."""
         with without_view():
-            return self.gather(changed(lambda x: self.check_stale("the model's output", x), value))
+            value = changed(lambda x: self.check_stale("the model's output", x), value)
+            self._given.write_back(self.gather, self._aliases)
+            for field, numbers in draws_since(self._states, self.parts.device):
+                self._fold(field, numbers)
+            return compared_in(self.parts, lambda: self.gather(value))
 
     # ---- the mode ----
 
@@ -125,17 +139,14 @@ class View(Mode, TorchFunctionMode):
             )
         if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
             raise self.error(function.name, "is in a torch.func transform of a part", AS_WHOLE)
-        is_drawn = may_draw(function.name) and draws(
-            FunctionCall(self.parts, function.name, func, args, kwargs)
-        )
-        if is_drawn:
-            self._compare_generators()
+        for number in states_of(kwargs) if key is None else ():
+            self._fold(TORCH, number)
         if func is Tensor.register_hook:
             return register_hook(self.parts, *args, **kwargs)
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
-            if not (function.writes or may_draw(function.name) or func in _GRADIENTS):
+            if not (function.writes or func in _GRADIENTS):
                 self._remember_plain(func)
             return func(*args, **kwargs)
         run = subclasses.run_of(self, function.name, func, args, kwargs)
@@ -158,7 +169,7 @@ class View(Mode, TorchFunctionMode):
             step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
             step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
             step.writes = function.is_inplace
-            if key is not None and not (plan.moves or is_drawn):
+            if key is not None and not plan.moves:
                 rest = step if step.copies or step.may_copy or step.writes else None
                 run, pairs = step.run, plan.replaced
                 if is_respelled:
@@ -225,6 +236,8 @@ class View(Mode, TorchFunctionMode):
     def _watch(self) -> None:
         """Note whether each call has to be looked at."""
         self._is_watching = self._recording or self._aliases.any_stale
+
+    _code_of = staticmethod(code_of)
 
     def _planned(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
         name = function.name
@@ -376,15 +389,6 @@ class View(Mode, TorchFunctionMode):
                 "change a clone",
             )
         return x
-
-    # ---- random numbers ----
-
-    def _compare_generators(self) -> None:
-        """Compare the ranks' generators where a forward first draws numbers."""
-        if not self._compared:
-            self._compared = True
-            with torch._C._DisableTorchDispatch():  # a selective checkpoint would save what runs here
-                same_generators(self.parts)
 
     def error(self, name: str, problem: str, advice: str) -> RuntimeError:
         where = f"{place_of_caller()} on rank {self.parts.rank} of {self.parts.world}"

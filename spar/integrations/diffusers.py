@@ -13,8 +13,8 @@ import torch
 from .._control.agreement import is_reported
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
+from .._view.agreement import Agreement
 from .._view.images import has_convolutions
-from .._view.inputs import check_equal
 from .._view.model import check_module, is_sharded, sharded, unsharded
 from .._view.report import Report
 from ..topology.resolve import Group, process_group
@@ -208,7 +208,7 @@ class _Sharded:
         self.names = names
         self.attention = ShardedAttention(group)
         self.parameters = argument_names(model)
-        self.compared = False  # whether the ranks' inputs were compared: in the first forward
+        self.agreement = Agreement(group, model)
         self.root = [rule for rule in rules if rule.module is model]
         self.backends: dict[Any, Any] = {}  # maps the backend that a processor had to spar's
         self.processors: list[tuple[str, torch.nn.Module, Any]] = []  # the name, the module, its processor
@@ -300,14 +300,17 @@ class _Sharded:
         self._check_unchanged()
         sequences = self.attention.sequences = Sequences(self.group)
         try:
-            if not self.compared and not torch.compiler.is_compiling():
-                check_equal(self.group, dict(zip(self.parameters, args, strict=False)) | kwargs)
-                self.compared = True
+            compares = not torch.compiler.is_compiling()
+            if compares:
+                device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+                self.agreement.begin(dict(zip(self.parameters, args, strict=False)) | kwargs, device)
             for rule in self.root:
                 args, kwargs = self._shard_arguments(rule, args, kwargs)
             output = self.forward(*args, **kwargs)
             for rule in self.root:
                 output = self._convert(rule, output)
+            if compares:
+                self.agreement.end(0)
             return output
         except RuntimeError as error:
             place, empty = self.attention.place, sequences.empty()

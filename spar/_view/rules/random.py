@@ -3,36 +3,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.gather import all_gather
 from ..call import FunctionCall, Plan, rule
-from ..part import Part, Parts, whole_shape
-
-_DROPOUT = """
-dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_alpha_dropout dropout1d dropout2d
-dropout3d
-"""
-_OTHERS = """
-rrelu rand randn randint randperm rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal
-normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson gumbel_softmax
-"""
-_DROPPING = frozenset(_DROPOUT.split())
-_DRAWING = _DROPPING | frozenset(_OTHERS.split())
-
-
-def may_draw(name: str) -> bool:
-    """Whether a function of this name may draw numbers: then the ranks' generators must agree."""
-    return name in _DRAWING
+from ..part import Part, whole_shape
 
 
 def draws(call: FunctionCall) -> bool:
-    if call.name not in _DROPPING:
-        return call.name in _DRAWING
+    """Whether a dropout draws numbers."""
     return bool(call.get(1, "p", default=0.5) and call.get(2, "training", "train", default=True))
 
 
@@ -98,20 +79,3 @@ def _empty_whole(x: Tensor) -> Tensor:
         unit *= max(x.shape[dim], 1)
     empty = torch.empty_permuted(wide, order, dtype=x.dtype, device=x.device)
     return empty if wide == shape else empty.narrow(order[-1], 0, shape[order[-1]])
-
-
-def same_generators(parts: Parts) -> None:
-    """Check that the ranks' generators are alike. Collective."""
-    states = [torch.get_rng_state()]
-    if parts.device.type != "cpu":
-        states.append(torch.get_device_module(parts.device).get_rng_state(parts.device))
-    digest = hashlib.blake2b(b"".join(s.numpy().tobytes() for s in states), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device="cpu")
-    found = all_gather(own.to(parts.device), parts.group).tolist()
-    if len(set(found)) > 1:
-        others = [rank for rank, value in enumerate(found) if value != found[0]]
-        raise RuntimeError(
-            f"a sharded model draws random numbers on rank {parts.rank} of {parts.world}: the generators of "
-            f"ranks {others} differ from rank 0's; seed all ranks alike, torch.manual_seed(seed): each draws "
-            "the whole tensor and keeps its part"
-        )
