@@ -46,8 +46,8 @@ typedef void (*spar_describe)(const void *call, char *text, size_t size, spar_ga
 /* What a rank publishes in call n. */
 typedef struct {
     uint64_t signature;
-    int64_t forward;    /* the call's word: plan/place.h */
-    spar_status status; /* other than SPAR_OK: it failed, and moves no bytes */
+    int64_t forward;                     /* the call's word: plan/place.h */
+    spar_status status;                  /* other than SPAR_OK: it failed, and moves no bytes */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
     int64_t pitches[SPAR_GROUP_TENSORS]; /* of their rows; 0: there are no gaps (plan/rows.h) */
     int gaps;                            /* whether there is a pitch other than 0 */

@@ -23,9 +23,9 @@ PyObject *spar_py_use_view(PyObject *Py_UNUSED(module), PyObject *args)
         PyObject **at;
         const char *text;
     } texts[] = {
-        {&uses.shape, "shape"},  {&uses.start, "start"},    {&uses.stop, "stop"},
-        {&uses.step, "step"},    {&uses.call, "_call"},     {&uses.finish, "_finish"},
-        {&uses.is_true, "true"}, {&uses.is_false, "false"}, {&uses.is_zero, "0.0"},
+        {&uses.shape, "shape"},       {&uses.start, "start"},    {&uses.stop, "stop"},
+        {&uses.step, "step"},         {&uses.call, "_call"},     {&uses.finish, "_finish"},
+        {&uses.is_true, "true"},      {&uses.is_false, "false"}, {&uses.is_zero, "0.0"},
         {&uses.place, "_spar_place"}, {&uses.code, "_code_of"},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)

@@ -18,8 +18,7 @@ typedef struct {
     PyObject *pop_mode, *push_mode;      /* the innermost mode off torch's stack, and onto it */
     PyObject *handle;                    /* torch.overrides.handle_torch_function */
     /* Strings: */
-    PyObject *shape, *start, *stop, *step, *call, *finish, *is_true, *is_false, *is_zero, *place,
-        *code;
+    PyObject *shape, *start, *stop, *step, *call, *finish, *is_true, *is_false, *is_zero, *place, *code;
 } spar_view_uses;
 
 /* NULL and an exception before spar_py_use_view. */
@@ -37,8 +36,8 @@ extern PyMethodDef spar_py_view_methods[];
 
 /* What tells a call from those that run otherwise. */
 typedef struct {
-    PyObject *key; /* a tuple; NULL where none can */
-    int has_part;  /* whether an argument is a part, or holds one */
+    PyObject *key;    /* a tuple; NULL where none can */
+    int has_part;     /* whether an argument is a part, or holds one */
     int has_tensor;   /* whether an argument is a tensor */
     uint64_t weights; /* which parameters of the model are among them: their attributes _spar_place */
 } spar_call_key;

@@ -47,10 +47,9 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
             if view.recording:
                 work = shared(2 * whole_numel(query) * part.whole, part)
                 view.report.add(work, view.blocks > 0)
-            call = functools.partial(
-                own, block_mask=_mask_of_heads(part, query.size(1), block_mask), **kwargs
-            )
-            with without_view():
+            heads = query.size(1)
+            with without_view():  # ranks slice masks otherwise: the view sees what all ranks run
+                call = functools.partial(own, block_mask=_mask_of_heads(part, heads, block_mask), **kwargs)
                 one = part.parts.part(part.dim, (part.whole,))  # joint sequences, too, are one for a mask
                 own_tokens = [moved(x, one) for x in tensors]
                 out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
