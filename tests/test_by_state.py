@@ -151,6 +151,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     }
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"tensors is an empty list", {"tensors": []}),
+        (TypeError, r"tensors is a tensor; expected a list of tensors", {"tensors": x}),
         (ValueError, r"like is 1; expected the index", {"like": 1}),
         (ValueError, r"state is \[3\]; expected a shape", {"state": (3,)}),
         (ValueError, r"transition is None; expected one of transition and values", {"transition": None}),

@@ -49,12 +49,15 @@ def not_empty(
     argument: str = "tensors",
     exchanges: int = 1,
 ) -> list[torch.Tensor]:
-    """Return the tensors of an operation as a list; report to the peers that there are none."""
-    listed = list(tensors)
+    """Return the tensors of an operation as a list; report to the peers that they are none, or no list."""
+    is_one = isinstance(tensors, torch.Tensor)  # which would be a list of its rows
+    listed = [] if is_one else list(tensors)
     if not listed:
         ranks = ranks_of(group, name)
         with Call(ranks, name, exchanges):
             where = f"{name} on rank {ranks.rank} of {ranks.world}"
+            if is_one:
+                raise TypeError(f"{where}: {argument} is a tensor; expected a list of tensors")
             raise ValueError(f"{where}: {argument} is an empty list; expected at least one tensor")
     return listed
 
