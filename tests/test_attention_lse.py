@@ -72,11 +72,11 @@ def check_compiled(rank: int, world: int, group: Group, method: str, window: boo
         layout = SequenceLayout.zigzag(total, group)
         results = []
         for run in (attend, compiled):
-            *leaves, upper = [
-                x[:, layout.index()].requires_grad_() for x in inputs(total, 4, 2, torch.float32)
-            ]
-            y, lse = run(*leaves, layout)
-            results.append([y, lse, *torch.autograd.grad([y, lse], leaves, [upper, upper[..., 0]])])
+            whole = inputs(total, 4, 2, torch.float32)
+            q, k, v, upper = [x[:, layout.index()].requires_grad_() for x in whole]
+            y, lse = run(q, k, v, layout)
+            uppers = [upper.detach(), upper[..., 0].detach()]
+            results.append([y, lse, *torch.autograd.grad([y, lse], [q, k, v], uppers)])
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
