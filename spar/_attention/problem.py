@@ -20,7 +20,7 @@ from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
 from .kernels import NAMES, reason_against
-from .kernels.kernel import Needs, autocasts
+from .kernels.kernel import Needs
 from .masks import checked_mask
 from .pairs import Function
 from .spans import Spans, with_keywords
@@ -146,7 +146,7 @@ def checked(
 ) -> Problem:
     """Check an attention of which the call's input is q."""
     q, device, given, spans = call.input, call.input.device.type, weights.mask, weights.spans
-    if autocasts(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # meta tensors have none
         q, k, v, mask = (_autocast(x, device) for x in (q, k, v, weights.mask))
         weights = replace(weights, mask=mask)
     inputs = _checked_inputs(call, (q, k, v), layouts, dims)

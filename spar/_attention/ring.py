@@ -27,7 +27,7 @@ from .._exchange.watch import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block
-from .kernels.kernel import accumulated, autocasts, finite, narrowed, widened
+from .kernels.kernel import accumulated, finite, narrowed, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
 
@@ -324,7 +324,9 @@ def _by_token(lse: Tensor) -> Tensor:
 
 
 def no_autocast(device: str) -> AbstractContextManager[None]:
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+    # Meta tensors have no autocast.
+    is_on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 class SparAttention(torch.autograd.Function):

@@ -85,11 +85,6 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocasts(device: str) -> bool:
-    """Return whether autocast is enabled for a type of device; the meta device has none."""
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
 def finite(lse: Tensor) -> Tensor:
     """Replace the -inf of a query without keys: exp(-inf - 0) is 0, and exp(-inf + inf) is not a number."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
