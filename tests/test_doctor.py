@@ -215,7 +215,8 @@ def check_step(rank: int, world: int, group: Group) -> None:
     assert (found.kind, found.module, found.function) == ("value", None, "mul"), found
     assert found.line == line("# of the loss")
     leaf = x.clone().requires_grad_()
-    assert diagnose(model, lambda: model(leaf), show=False) is None and leaf.grad is None
+    found = diagnose(model, lambda: model(leaf), show=False)
+    assert found is None and leaf.grad is None, found
     with torch.no_grad():
         assert diagnose(model, lambda: {"y": model(x)}, show=False) is None
     with pytest.raises(ValueError, match="no module of Linear is sharded; call shard_model first"):

@@ -28,9 +28,8 @@ class Difference:
     """Where a sharded model first differs from one process. Equal on all ranks; `str` says it in sentences.
 
     Attributes:
-        kind: "value"; "gradient"; "gradient of a parameter"; "gradient of an input", of which each rank has a
-            share; "error", which the sharded run alone raised; "inputs", if the ranks differ in one process,
-            too; "path", if they call other functions there.
+        kind: "value"; "gradient"; "gradient of a parameter"; "error", which the sharded run alone raised;
+            "inputs", if the ranks differ in one process, too; "path", if they call other functions there.
         module: the name of the innermost module; "" the model, None outside of it.
         function: what returns or reads the values, or whose backward returns the gradient.
         file, line: where it is called.
@@ -233,10 +232,7 @@ class _Found:
             if found is not None:
                 wrong.append((at, found))
                 break
-        if wrong:
-            return max(wrong, key=lambda pair: pair[0])[1]
-        shares = (self._of_input(rows, floor) for rows in self.rows)
-        return next((found for found in shares if found is not None), None)
+        return max(wrong, key=lambda pair: pair[0])[1] if wrong else None
 
     def _sizes(self) -> Iterator[float]:
         for row in itertools.chain(*self.rows):
@@ -292,25 +288,6 @@ class _Found:
             f"{self._by(max(errors), ranks)}\n  the gradients of all that was computed from it agree"
         )
         return _made("gradient", readers[0] if readers else row.key.spot, max(errors), ranks, text)
-
-    def _of_input(self, rows: Sequence[_Row], floor: float) -> Difference | None:
-        """Compare an input's own gradient on each rank, where the mean is right."""
-        pairs: list[Any] = [row.gradient for row in rows if row.is_input and row.gradient is not None]
-        if len(pairs) < len(rows) or isinstance(pairs[0][0], float):
-            return None
-        errors = [
-            relative(apart(share * len(rows), whole), max(largest(whole), floor)) for share, whole in pairs
-        ]
-        ranks = tuple([r for r, error in enumerate(errors) if error > self.coarsest])
-        if not ranks:
-            return None
-        spot = rows[0].key.spot
-        text = (
-            f"{_call(spot)} takes an input whose gradient differs from one process"
-            f"{self._by(max(errors), ranks)}; its mean over the ranks is right\n"
-            "  average it before you compute with it otherwise than linearly, as a gradient penalty does"
-        )
-        return _made("gradient of an input", spot, max(errors), ranks, text)
 
 
 def _makers_first(spots: Sequence[Spot]) -> list[Spot]:

@@ -351,8 +351,9 @@ class Trace(TorchFunctionMode):
                 entry.gradient = numbers if entry.gradient is None else entry.gradient + numbers
 
         entry.is_followed = True
-        if x.is_leaf:
-            self._leaves.setdefault(id(x), (x, x.grad))
+        leaf = x if x._base is None else x._base  # a model gets views of its inputs
+        if leaf.is_leaf:
+            self._leaves.setdefault(id(leaf), (leaf, leaf.grad))
         self._hooks.append(x.register_hook(hook))
 
     def _follow_unknown(self, x: Tensor, entry: Entry, reader: Spot) -> None:

@@ -298,7 +298,8 @@ class _BlockForward(_Forward):
 
     def _note_outside(self, view: View) -> None:
         """Say once that a block runs whole on each rank: the sharded model's forward did not call it."""
-        if view.parts.world == 1 or is_dynamo_compiling() or (view.has_run_outside and not view.strict):
+        is_meant = view.parts.world == 1 or self.sharded.is_whole or is_dynamo_compiling()
+        if is_meant or (view.has_run_outside and not view.strict):
             return
         view.has_run_outside = True
         problem = "runs outside of the sharded model's forward, and so whole on each rank"
