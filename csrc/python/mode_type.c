@@ -25,91 +25,7 @@ typedef struct {
  * are; and more, which the view's method `_finish` does, or None. */
 enum { RUN, REPLACED, RESULT, REST };
 
-/* ---- what a call does ---- */
-
-static void set_to(PyObject **at, PyObject *made)
-{
-    PyObject *old = *at;
-    *at = made;
-    Py_XDECREF(old);
-}
-
-/* Sets the item at a place of a tuple, which is owned, or appends it if the tuple is shorter. */
-static int set_item(PyObject **tuple, Py_ssize_t place, PyObject *value)
-{
-    Py_ssize_t count = PyTuple_Size(*tuple);
-    place = place < count ? place : count;
-    PyObject *made = PyTuple_New(place < count ? count : count + 1);
-    for (Py_ssize_t i = 0; made && i < count; i++)
-        if (i != place)
-            made = spar_tuple_set(made, i, Py_NewRef(PyTuple_GetItem(*tuple, i)));
-    if (made)
-        made = spar_tuple_set(made, place, Py_NewRef(value));
-    if (made)
-        set_to(tuple, made);
-    return made ? 0 : -1;
-}
-
-/* The same of a dict, which may be NULL. */
-static int set_keyword(PyObject **kwargs, PyObject *name, PyObject *value)
-{
-    PyObject *made = *kwargs ? PyDict_Copy(*kwargs) : PyDict_New();
-    if (!made || PyDict_SetItem(made, name, value) < 0) {
-        Py_XDECREF(made);
-        return -1;
-    }
-    set_to(kwargs, made);
-    return 0;
-}
-
-/* Puts values in the place of arguments, which are owned. pairs: of a position or a name, and a value. */
-static int replace(PyObject *pairs, PyObject **args, PyObject **kwargs)
-{
-    for (Py_ssize_t i = 0, count = PyTuple_Size(pairs); i < count; i++) {
-        PyObject *pair = PyTuple_GetItem(pairs, i);
-        PyObject *place = PyTuple_GetItem(pair, 0), *value = place ? PyTuple_GetItem(pair, 1) : NULL;
-        if (!value)
-            return -1;
-        Py_ssize_t position = PyLong_Check(place) ? PyLong_AsSsize_t(place) : 0;
-        if (position < 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_IndexError, "argument %zd is replaced", position);
-            return -1;
-        }
-        if ((PyLong_Check(place) ? set_item(args, position, value) : set_keyword(kwargs, place, value)) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-static int set_shard(const spar_view_uses *uses, PyObject *x, PyObject *shard)
-{
-    if (!spar_py_is_tensor(uses, x))
-        return PyObject_SetAttr(x, uses->shard, shard);
-    PyObject *attributes = PyObject_GenericGetDict(x, NULL);
-    int failed = attributes ? PyDict_SetItem(attributes, uses->shard, shard) : -1;
-    Py_XDECREF(attributes);
-    return failed;
-}
-
-/* Says what a result is: `result` is its shard, a list of those of several, or None if all are whole. */
-static int mark(const spar_view_uses *uses, PyObject *out, PyObject *result)
-{
-    if (result == Py_None)
-        return 0;
-    if (!PyList_Check(result))
-        return set_shard(uses, out, result);
-    Py_ssize_t count = PyList_Size(result);
-    if (spar_sequence_size(out) != count) {
-        PyErr_Format(PyExc_ValueError, "%zd results, where equal calls had %zd", spar_sequence_size(out),
-                     count);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (set_shard(uses, spar_sequence_item(out, i), PyList_GetItem(result, i)) < 0)
-            return -1;
-    return 0;
-}
+/* ---- a known call ---- */
 
 /* args and kwargs are owned. */
 static PyObject *run_known(PyObject *self, const spar_view_uses *uses, PyObject *known, PyObject **args,
@@ -117,12 +33,12 @@ static PyObject *run_known(PyObject *self, const spar_view_uses *uses, PyObject 
 {
     PyObject *rest = PyTuple_GetItem(known, REST), *out = NULL;
     PyObject *base = Py_NewRef(PyTuple_Size(*args) ? PyTuple_GetItem(*args, 0) : Py_None);
-    if (replace(PyTuple_GetItem(known, REPLACED), args, kwargs) == 0)
+    if (spar_py_replace(PyTuple_GetItem(known, REPLACED), args, kwargs) == 0)
         out = PyObject_Call(PyTuple_GetItem(known, RUN), *args, *kwargs);
-    if (out && mark(uses, out, PyTuple_GetItem(known, RESULT)) < 0)
-        set_to(&out, NULL);
+    if (out && spar_py_mark(uses, out, PyTuple_GetItem(known, RESULT)) < 0)
+        spar_py_set_to(&out, NULL);
     if (out && rest != Py_None)
-        set_to(&out, PyObject_CallMethodObjArgs(self, uses->finish, rest, base, out, NULL));
+        spar_py_set_to(&out, PyObject_CallMethodObjArgs(self, uses->finish, rest, base, out, NULL));
     Py_DECREF(base);
     return out;
 }
@@ -377,7 +293,7 @@ static PyObject *keywords(PyObject *const *values, PyObject *names)
     PyObject *kwargs = PyDict_New();
     for (Py_ssize_t i = 0, count = names ? PyTuple_Size(names) : 0; kwargs && i < count; i++)
         if (PyDict_SetItem(kwargs, PyTuple_GetItem(names, i), values[i]) < 0)
-            set_to(&kwargs, NULL);
+            spar_py_set_to(&kwargs, NULL);
     return kwargs;
 }
 
@@ -406,7 +322,7 @@ static PyObject *run_mode(const spar_view_uses *uses, PyObject *const *call, Py_
     PyObject *pushed = PyObject_CallFunctionObjArgs(uses->push_mode, mode, NULL);
     Py_DECREF(mode);
     if (!pushed)
-        set_to(&out, NULL);
+        spar_py_set_to(&out, NULL);
     if (pushed || type)
         PyErr_Restore(type, value, trace);
     Py_XDECREF(pushed);
@@ -468,7 +384,7 @@ static PyObject *module_replaced(PyObject *Py_UNUSED(module), PyObject *argument
         return NULL;
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (replace(pairs, &args, &kwargs) == 0)
+    if (spar_py_replace(pairs, &args, &kwargs) == 0)
         result = PyTuple_Pack(2, args, kwargs);
     Py_DECREF(args);
     Py_DECREF(kwargs);
@@ -479,7 +395,7 @@ static PyObject *module_mark_results(PyObject *Py_UNUSED(module), PyObject *args
 {
     PyObject *out, *result;
     const spar_view_uses *uses = spar_py_view_uses();
-    if (!uses || !PyArg_ParseTuple(args, "OO", &out, &result) || mark(uses, out, result) < 0)
+    if (!uses || !PyArg_ParseTuple(args, "OO", &out, &result) || spar_py_mark(uses, out, result) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

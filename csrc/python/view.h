@@ -30,6 +30,15 @@ int spar_py_is_tensor(const spar_view_uses *uses, PyObject *x);
 PyObject *spar_py_use_view(PyObject *module, PyObject *args);
 extern const char spar_py_use_view_doc[];
 
+/* Gives a place another object, which it owns, in the place of what it owned. */
+void spar_py_set_to(PyObject **at, PyObject *made);
+
+/* Puts values in the place of arguments, which are owned. pairs: of a position or a name, and a value. */
+int spar_py_replace(PyObject *pairs, PyObject **args, PyObject **kwargs);
+
+/* Says what a result is: `result` is its shard, a list of those of several, or None if all are whole. */
+int spar_py_mark(const spar_view_uses *uses, PyObject *out, PyObject *result);
+
 /* The type spar._C.Mode, and the functions of the module beside it. */
 PyObject *spar_mode_type(void);
 extern PyMethodDef spar_py_view_methods[];

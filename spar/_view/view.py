@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
-from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from .._C import Mode, mark_results, replaced, use_view
-from . import subclasses
+from .._C import Mode, mark_results, replaced
+from . import keys, subclasses  # noqa: F401 - keys tells the C code what to use
 from .aliases import Aliases, Given
 from .bodies import body_of, is_collective
 from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
@@ -25,7 +24,7 @@ from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
-from .part import _SHARD, Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
+from .part import Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
 from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
 from .whole import run_whole
@@ -437,26 +436,3 @@ def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
         if part_of(x) is not None:
             return True
     return False
-
-
-def _has_part(value: Any) -> bool:
-    """Whether a value of a type that no key has holds a part."""
-    return any(map(subclasses.holds_part, tensors_in(value)))
-
-
-# In a key a call's strings, dtypes and the like stand for themselves.
-_VALUES = (str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
-use_view(
-    Tensor,
-    Parameter,
-    torch.Size,
-    _VALUES,
-    _has_part,
-    maybe_current_level,
-    getattr,
-    _SHARD,
-    torch._C._is_torch_function_mode_enabled,
-    torch._C._pop_torch_function_stack,
-    torch._C._push_on_torch_function_stack,
-    handle_torch_function,
-)

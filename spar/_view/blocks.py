@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of a model, and what is sharded in front of each."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._C import call_key
+from .images import has_convolutions
+from .part import Part, part_of, whole_shape
+from .view import View, current_view, without_view
+
+_STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
+_MOST_KNOWN = 1000  # calls of a block
+
+
+def find_blocks(
+    model: torch.nn.Module, patterns: Sequence[str] | None, where: str
+) -> dict[str, torch.nn.Module]:
+    if patterns is None:
+        listed = _listed(model, "")
+        attending = {name: block for name, block in listed.items() if _attends(block)}
+        if not listed:
+            ways = ['blocks=["layers.*"], the modules before which its sequence is to be sharded']
+            rows = 'blocks=[""], by which rows of the images or videos that the model receives are sharded'
+            ways.insert(not has_convolutions(model), rows)
+            raise ValueError(
+                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass to spar.shard_model "
+                + ", or ".join(ways)
+            )
+        return attending or listed
+    modules = dict(model.named_modules())
+    found: dict[str, torch.nn.Module] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        depth = pattern.count(".")
+        names = [n for n in modules if n.count(".") == depth and fnmatch.fnmatchcase(n, pattern)]
+        names = [n for n in names if n or not pattern]
+        if not names:
+            known = ", ".join([name for name in modules if name][:8])
+            raise ValueError(f"{where}: blocks has {pattern!r}; expected names of modules, such as {known}")
+        found |= {name: modules[name] for name in names}
+    return found
+
+
+def _listed(module: torch.nn.Module, path: str) -> dict[str, torch.nn.Module]:
+    """Return the elements of the outermost lists of modules."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, child in module.named_children():
+        at = f"{path}{name}"
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+            found |= {f"{at}.{key}": block for key, block in child.named_children()}
+        else:
+            found |= _listed(child, f"{at}.")
+    return found
+
+
+def _attends(block: torch.nn.Module) -> bool:
+    return any("att" in type(inner).__name__.lower() for inner in block.modules())
+
+
+# ---- in front of a block ----
+
+
+class Shards:
+    """The hook in front of a block: shards the sequence that it receives, and all that is as long."""
+
+    def __init__(self, view: View, block: torch.nn.Module) -> None:
+        self.view = view
+        self.names = tuple(inspect.signature(block.forward).parameters)
+        self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if current_view() is not self.view:
+            return None
+        with without_view():
+            return self._shard(args, kwargs)
+
+    def _shard(self, args: Any, kwargs: Any) -> Any:
+        """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
+        key = call_key(self.names, args, kwargs)
+        parts = None if key is None else self.known.get(key)
+        if parts is None:
+            parts = self._parts(args, kwargs)
+            if key is not None:
+                if len(self.known) >= _MOST_KNOWN:
+                    self.known.clear()
+                self.known[key] = parts
+        places = iter(parts)
+
+        def sharded(x: Any) -> Any:
+            if type(x) is tuple:
+                return tuple([sharded(entry) for entry in x])
+            part = next(places, None) if isinstance(x, Tensor) else None
+            return x if part is None else self.view.shard(x, part)
+
+        return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
+
+    def _parts(self, args: Any, kwargs: Any) -> tuple[Part | None, ...]:
+        """Return the part that is made of each tensor, in order; none if all stay."""
+        named = [*zip(self.names, args, strict=False), *kwargs.items()]
+        tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
+        # Such as cosines and sines, [B, S, D] or [S, D]; [S, S] would be a mask.
+        inner = [x for _, value in named if type(value) is tuple for x in value if isinstance(x, Tensor)]
+        inner = [x for x in inner if x.dim() > 1 and x.size(-1) != x.size(-2)]
+        parts: dict[int, Part] = {}
+        view = self.view
+        total = next((x.size(-1) for name, x in tensors if name == "position_ids" and x.dim() > 0), -1)
+        for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()], total):
+            part = part_of(main)
+            if part is None:
+                dim = _dim_of_tokens(main, total)
+                if main.size(dim) < view.parts.world:
+                    continue
+                part = parts[id(main)] = view.parts.part(dim, (main.size(dim),))
+            if part.is_plain:
+                for x in [x for _, x in tensors if x.dim() > 2] + inner:
+                    is_whole = part_of(x) is None
+                    if is_whole and x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
+                        parts.setdefault(id(x), part)
+        wanted = [parts.get(id(x)) for x in _given(args, kwargs)]
+        return tuple(wanted) if any(part is not None for part in wanted) else ()
+
+
+def _given(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Return the tensors among a block's arguments, and in tuples of them."""
+    for x in (*args, *kwargs.values()):
+        if type(x) is tuple:
+            yield from _given(x, {})
+        elif isinstance(x, Tensor):
+            yield x
+
+
+def _streams(tensors: list[tuple[str, Tensor]], total: int) -> list[Tensor]:
+    """Return the sequences among a block's arguments: by their names, else the first and the longest.
+
+    total: the number of positions, where they are an argument; with it, one tensor may hold several streams,
+    as hyper-connections have: [B, S, streams, D], or [streams, B, S, D].
+    """
+    named = [x for name, x in tensors if name in _STREAMS and (x.dim() in (2, 3) or _is_stack(x, total))]
+    if named:
+        return named
+    some = [x for _, x in tensors if x.dim() == 3] or [x for _, x in tensors if x.dim() == 2]
+    some = [x for x in some if min(whole_shape(x)[:-1]) > 1] or some
+    return [*some[:1], max(some, key=lambda x: max(whole_shape(x)[:-1]))] if some else []
+
+
+def _is_stack(x: Tensor, total: int) -> bool:
+    return x.dim() == 4 and total in whole_shape(x)[1:3]
+
+
+def _dim_of_tokens(x: Tensor, total: int) -> int:
+    if _is_stack(x, total):
+        return 1 if x.size(1) == total else 2
+    return 1 if x.dim() == 3 and x.size(1) >= x.size(0) else 0
