@@ -198,7 +198,10 @@ def of_several_nodes(group: dist.ProcessGroup) -> Names:
 
 
 def of_any_model(group: dist.ProcessGroup) -> Names:
-    return {"x": torch.randn(2, 13, 64), "DistributedDataParallel": DistributedDataParallel}
+    model, x = encoder()["model"].float(), torch.randn(2, 13, 64)
+    spar.shard_model(model, group)
+    given = {"model": model, "x": x, "target": torch.zeros_like(x)}
+    return given | {"DistributedDataParallel": DistributedDataParallel}
 
 
 class Decoder(SmallDecoder):
