@@ -42,6 +42,7 @@ pytestmark = pytest.mark.one_transport
         (torch.linalg.diagonal, (), {"A": 0, "dim1": 1}, ((0,), {"dim1": 1})),
         (F.embedding, (), {"weight": 1, "input": 0}, ((0,), {"weight": 1})),
         (F.linear, (0, 1), {}, ((0, 1), {})),
+        (torch.arange, (), {"start": 0, "end": 4}, ((), {"start": 0, "end": 4})),
     ],
 )
 def test_arguments_are_bound_by_the_names_of_torch(

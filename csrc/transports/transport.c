@@ -149,7 +149,8 @@ void spar_call_describe(const void *context, char *text, size_t size, spar_gathe
     spar_plan_describe_call(call->plan, call->op, call->text, call->number, call->forward, text, size);
     *gathered = spar_plan_gathered(call->plan, call->text);
     if (gathered->rest) /* keeps its lowest bit */
-        gathered->rest ^= (call->number ^ call->forward) << 1;
+        gathered->rest ^=
+            (int64_t)((uint64_t)(call->forward > 0 ? call->number ^ call->forward : call->number) << 1);
 }
 
 /* Whether a row was rejected because its set-up failed on some rank. */

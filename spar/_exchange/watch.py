@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who must see an exchange: a tracer, a mode, a transform, or autograd; and whose values may be read."""
+"""Which tracer, mode or transform must see an exchange, and which tensors have values."""
 
 from __future__ import annotations
 

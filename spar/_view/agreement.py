@@ -35,6 +35,7 @@ from .part import part_of
 
 _TOLERANCE = 1e-2  # of a tensor's norm: another GPU may round the embeddings differently
 _MOST_LEAVES, _MOST_KNOWN = 10_000, 1000  # of one forward's inputs; structures of inputs
+_ROOM = 64  # numbers
 _TEXT, _MOST_PARAMETERS = 1 << 14, 4096  # of what ranks exchange once they differ: bytes, hashes
 _SCALARS = (bool, int, float)
 _ADVICE = (
@@ -138,6 +139,8 @@ class Agreement:
             rest = [torch.stack(ints)] if ints else []
             rest += [torch.stack(floats).double().view(torch.int64)] if floats else []
             row = torch.cat([row[0], *rest])[None]
+        # Ranks with other inputs have more or fewer numbers; padded, they can compare the structure first.
+        row = torch.nn.functional.pad(row, (0, -row.size(1) % _ROOM))
         return _Pending(known, *to_host(all_gather(row, self.group)))
 
     def _structure(self, key: tuple[Any, ...]) -> int:
@@ -223,7 +226,7 @@ def _leaves(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, x
         elif isinstance(x, (list, tuple)):
             yield from _leaves({f"{name}[{i}]": entry for i, entry in enumerate(x)})
-        elif isinstance(x, dict):
+        elif isinstance(x, Mapping):
             yield from _leaves({f"{name}[{entry!r}]": value for entry, value in x.items()})
         elif is_dataclass(x) and not isinstance(x, type):
             yield from _leaves({f"{name}.{f.name}": getattr(x, f.name, None) for f in fields(x)})

@@ -69,5 +69,4 @@ def redirected(function: Any, make: Callable[[Any], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        function.__code__ = own
-        del scope[name]
+        function.__code__ = own  # the name stays: another thread may be in the code that reads it

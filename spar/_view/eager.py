@@ -23,7 +23,7 @@ from torch import Tensor
 from .._attention.spans import Spans
 from .part import part_of
 from .spans_mask import mask_of, spans_of_floats
-from .view import current_view
+from .view import current_view, without_view
 
 _OPTIONAL = "?"  # a statement that a formula may leave out
 _FORMULA = (  # patterns of the statements, in their order
@@ -126,7 +126,8 @@ def _attend(
         or _reads_weights(module, kwargs)
     ):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
-    dead = spans.remember(("dead", query.device), lambda: _dead(spans, query.device))
+    with without_view():  # a rank may know it already: ranks compare the code that they run in the view
+        dead = spans.remember(("dead", query.device), lambda: _dead(spans, query.device))
     if dead is not None and attention_mask.dtype not in _UNIFORM:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     mask = mask_of(spans, attention_mask.shape, attention_mask.device)

@@ -93,7 +93,7 @@ class Function:
         """Return a call's arguments by torch's own names, the first by its position."""
         if not self._other_names.keys().isdisjoint(kwargs):
             kwargs = {self._other_names.get(name, name): value for name, value in kwargs.items()}
-        if not args and self._first in kwargs:
+        if not args and self._first is not None and self._first in kwargs:
             rest = {name: value for name, value in kwargs.items() if name != self._first}
             return (kwargs[self._first],), rest
         return args, kwargs
@@ -138,6 +138,8 @@ def _first(func: Any, schemas: list[Any]) -> str | None:
             return next(iter(inspect.signature(func).parameters), None)
         return None
     first = next((schema.arguments[0].name for schema in schemas if schema.arguments), None)
+    if _places(schemas).get(first or "") != 0:  # as of arange, whose first may be its start or its end
+        return None
     return "input" if first == "self" and not isinstance(func, (OpOverload, OpOverloadPacket)) else first
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._transports.cuda import is_capturing
+
 CODE, TORCH, _RANDOM, _NUMPY = range(4)  # the fields of csrc/plan/place.h
 # Python's generator has its state behind what each object has: `getstate` takes 20 times as long.
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
@@ -53,7 +55,8 @@ def draws_since(before: States, device: torch.device) -> list[tuple[int, int]]:
 
 def states_of(kwargs: dict[str, Any]) -> list[int]:
     """Return hashes of the states of generators that a call gets."""
-    return [zlib.crc32(_bytes(x.get_state())) for x in kwargs.values() if isinstance(x, torch.Generator)]
+    found = [x for x in kwargs.values() if isinstance(x, torch.Generator) and not is_capturing(x.device)]
+    return [zlib.crc32(_bytes(x.get_state())) for x in found]
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -61,7 +64,7 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 
 def _on_device(device: torch.device) -> bytes:
-    if device.type in ("cpu", "meta"):
+    if device.type in ("cpu", "meta") or is_capturing(device):  # a graph cannot read its generator
         return b""
     return _bytes(torch.get_device_module(device).get_rng_state(device))
 

@@ -17,7 +17,7 @@ from ..integrations._transformers.masks import WINDOWS, Wanted, leaves_intervals
 from ..integrations._transformers.mixers import WITHOUT_TOKENS
 from .part import part_of
 from .spans_mask import mask_of
-from .view import View, current_view
+from .view import View, current_view, without_view
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22
@@ -79,7 +79,8 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         asked.apply_defaults()
         given = asked.arguments
         if isinstance(given["attention_mask"], Spans):
-            return _of_caller(view, given)
+            with without_view():  # ranks share the work: they run other code
+                return _of_caller(view, given)
         batch, total = given["batch_size"], given["kv_length"]
         shape, dtype = (batch, 1, total, total), given.get("dtype", torch.bool)
         if not _may_be_spans(given) or batch * total * total * dtype.itemsize < LEAST_BYTES:

@@ -276,7 +276,9 @@ class _ExpertsForward(_Forward):
 class _ModelForward(_Forward):
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
-        self.names = tuple(inspect.signature(self.own).parameters)
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        found = inspect.signature(self.own).parameters.items()
+        self.names = tuple([name for name, parameter in found if parameter.kind in kinds])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks, never compiled: torch.compile cannot trace the view."""
@@ -293,7 +295,7 @@ class _ModelForward(_Forward):
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:
                     number_parameters(sharded.model)
-                sharded.agreement.begin(dict(zip(self.names, args, strict=False)) | kwargs, view.parts.device)
+                sharded.agreement.begin(self._named(args, kwargs), view.parts.device)
                 with intercepted(view), view.forward(args, kwargs):
                     output = view.output(self._in_view(args, kwargs))
                 sharded.agreement.end(view.word)
@@ -308,6 +310,11 @@ class _ModelForward(_Forward):
                 raise
         self._warn()
         return output
+
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's arguments by the names of the forward's parameters, or by their places."""
+        named = {(self.names[i] if i < len(self.names) else f"args[{i}]"): x for i, x in enumerate(args)}
+        return named | kwargs
 
     def _in_view(self, args: Any, kwargs: Any) -> Any:
         """Call the model's own forward, with its inputs sharded if the model is a block."""

@@ -261,7 +261,6 @@ def _has_parts(*values: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-@functools.lru_cache(maxsize=256)
 def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

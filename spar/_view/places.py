@@ -7,15 +7,17 @@ word beside the call's signature (csrc/plan/place.h).
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._control.mismatch import NUMPY, RANDOM, TORCH
 from .._exchange.arguments import ranks_of
-from .._exchange.watch import _functorch_transforms
+from .._exchange.watch import _dispatch_modes, _functorch_transforms
 from .._group.group import Group, is_faking
 from .._transports.cuda import is_capturing
 from ..errors import MismatchError
@@ -23,7 +25,7 @@ from ..ops.gather import all_gather
 from .call import rule_of
 from .part import Parts
 from .report import name_of_file
-from .rules.metadata import count, same_for_parts, shape
+from .rules.metadata import count, is_contiguous, same_for_parts, shape, stride
 
 _ATTRIBUTE = "_spar_place"  # of a parameter: which one of the model it is
 # What reads a whole tensor, as for a log on one rank, and changes nothing; of a part it makes an exchange.
@@ -49,7 +51,7 @@ def code_of(func: Any) -> int:
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):
         return 0
-    if name in _READING or rule_of(name) in (same_for_parts, shape, count):
+    if name in _READING or rule_of(name) in (same_for_parts, shape, count, stride, is_contiguous):
         return 0
     return zlib.crc32(name.encode()) + 1
 
@@ -83,7 +85,8 @@ def compared_in(parts: Parts, gather: Callable[[], Any]) -> Any:
     value = gather()
     is_traced = is_faking() or _functorch_transforms() or is_capturing(parts.device)
     if group.count() == before and group.compares and not is_traced and parts.device.type != "meta":
-        with torch.no_grad():
+        modes = _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()
+        with torch.no_grad(), modes:
             all_gather(torch.zeros(1, dtype=torch.uint8, device=parts.device), parts.group)
     return value
 

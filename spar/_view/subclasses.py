@@ -23,6 +23,7 @@ from .call import FunctionCall, Plan
 from .dtensors import divides, is_distributed, is_waiting, waited
 from .groups import is_apart
 from .part import Part, changed, mark, part_of, tensors_in
+from .spans_mask import SpansMask
 
 _ORDINARY = (Tensor, Parameter)
 _TENSOR = "torch.distributed.tensor"
@@ -64,7 +65,7 @@ def computes(*values: Any) -> bool:
     """Whether an argument is of a subclass with code of its own below the view."""
     return any(
         type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
-        and not (is_distributed(x) or isinstance(x, FakeTensor))
+        and not (is_distributed(x) or isinstance(x, (FakeTensor, SpansMask)))
         for x in tensors_in(*values)
         if type(x) not in _ORDINARY
     )

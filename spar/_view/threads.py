@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .functions import name_of
 from .part import part_of, tensors_in
-from .view import View, current_view
+from .view import View, current_view, without_view
 
 
 class _Beside(TorchFunctionMode):
@@ -48,13 +48,18 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
 
     def started(thread: threading.Thread) -> None:
-        thread.run = _beside(thread.run)  # type: ignore[method-assign]
+        if current_view() is not None:
+            thread.run = _beside(thread.run)  # type: ignore[method-assign]
         start(thread)
 
     def submitted(
         pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        return submit(pool, _beside(function), *args, **kwargs)
+        function = _beside(function)
+        if current_view() is None:
+            return submit(pool, function, *args, **kwargs)
+        with without_view():  # its threads outlive the forward
+            return submit(pool, function, *args, **kwargs)
 
     yield threading.Thread, "start", started
     yield ThreadPoolExecutor, "submit", submitted

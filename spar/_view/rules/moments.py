@@ -46,7 +46,8 @@ def root(var: Tensor) -> Tensor:
 
 def softmax(part: Part, x: Tensor, is_log: bool) -> Tensor:
     """Return the softmax over the dim of a part, or its logarithm."""
-    dim, kind = part.dim, x.dtype
+    dim = part.dim
+    kind = x.new_zeros(1).softmax(0).dtype  # another one under autocast
     x = in_single(x).contiguous()
     shape = [1 if i == dim else size for i, size in enumerate(x.shape)]
     own = x.detach().amax(dim, True) if part.local else x.new_full(shape, -torch.inf)

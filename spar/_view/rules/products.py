@@ -88,7 +88,7 @@ def product_and_sum(call: FunctionCall) -> Plan | None:
     """Multiply rows of a, or matrices of a batch; the sum's other term is the same part, or broadcast."""
     if len(call.tensors) != 3 or len({id(x) for x in call.tensors}) != 3:
         return None
-    other, a, b = call.tensors
+    other, a, b = call.input, call.get(1, "mat1", "batch1"), call.get(2, "mat2", "batch2")
     part, dims = part_of(a), a.dim()
     if part is None or part.dim == dims - 1:
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, rule
-from ..part import Part, whole_shape
+from ..part import Part, memory_order, whole_shape
 
 
 def draws(call: FunctionCall) -> bool:
@@ -68,9 +68,7 @@ def _empty_whole(x: Tensor) -> Tensor:
 
     It has gaps where x has: torch draws normal numbers one by one there, and else many at once.
     """
-    # Of dims of one stride, the inner one has size 1 or 0 here.
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
+    strides, order = x.stride(), memory_order(x)
     shape = list(whole_shape(x))
     wide, unit = list(shape), 1
     for dim in reversed(order):

@@ -66,9 +66,7 @@ def interpolate(call: FunctionCall) -> Plan | None:
 def _of_rows(function: Callable[..., Tensor], part: Part, x: Tensor, given: dict[str, Any]) -> Tensor | None:
     """Interpolate between the rows that the function itself finds: its result of a ramp says which."""
     dim, axis, dims, mode = part.dim, part.dim - 2, x.dim() - 2, given.get("mode", "nearest")
-    ramp = torch.arange(part.whole, dtype=torch.float64, device="cpu")[None, None]
-    in_axis = {name: along(value, axis) for name, value in given.items() if name in ("size", "scale_factor")}
-    places = function(ramp, **{**given, **in_axis, "mode": _RAMPS[mode]})[0, 0]
+    places = _places(function, part.whole, axis, x, given)
     first, last = places.floor().long(), places.ceil().long()
     found = windowed(part, len(places), lambda a, b: (int(first[a]), int(last[b - 1]) + 1))
     if found is None:
@@ -87,6 +85,29 @@ def _of_rows(function: Callable[..., Tensor], part: Part, x: Tensor, given: dict
         weight = (places - first)[own].to(rows).view(shape)
         low = torch.lerp(low, high, weight)
     return mark(low.contiguous(memory_format=format_of(x)), result)
+
+
+def _places(
+    function: Callable[..., Tensor], whole: int, axis: int, x: Tensor, given: dict[str, Any]
+) -> Tensor:
+    """Return between which rows each row of the result lies.
+
+    Which row is the nearest depends on the kernel that computes it: that of x's device, type and dims.
+    """
+    mode, sizes = given.get("mode", "nearest"), ("size", "scale_factor")
+    if mode in _WEIGHTED:
+        ramp = torch.arange(whole, dtype=torch.float64, device="cpu")[None, None]
+        along_axis = {name: along(given[name], axis) for name in sizes if name in given}
+        return function(ramp, **{**given, **along_axis, "mode": _RAMPS[mode]})[0, 0]
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shape = [whole if dim == axis + 2 else 1 for dim in range(x.dim())]
+    ramp = torch.arange(whole, dtype=kind, device=x.device).view(shape).contiguous(memory_format=format_of(x))
+    along_axis = {}
+    for name in sizes:
+        if given.get(name) is not None:
+            values = each(given[name], x.dim() - 2)
+            along_axis[name] = [value if i == axis else type(value)(1) for i, value in enumerate(values)]
+    return function(ramp, **{**given, **along_axis}).flatten().cpu()
 
 
 @rule("pixel_shuffle pixel_unshuffle")
