@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
 from helpers.view_cases import PAIRS, Inputs, compare, compiled, viewed
+from helpers.view_hostile import outcome
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -155,6 +156,18 @@ def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_spellings_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
     ranks(world, check_lines)
+
+
+def check_hostile(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    for seed in range(30 * world, 30 * world + 30):
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, outcome(seed, group), group=group)
+        assert len({kind for kind, _ in found}) == 1 and found[0][0] != "wrong", (seed, found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_programs_that_leave_torch_are_right_or_refused(ranks: Ranks, world: int) -> None:
+    ranks(world, check_hostile)
 
 
 def check_unseen(rank: int, world: int, group: dist.ProcessGroup) -> None:

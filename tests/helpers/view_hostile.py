@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.view_cases import PAIRS, Inputs, compare
-from helpers.view_programs import _LARGEST, STEPS, Step
+from helpers.view_programs import LARGEST, STEPS, Step
 from spar._group.registry import place_of
 from spar._view.part import Parts
 from spar._view.view import View
@@ -58,26 +58,25 @@ def _bound(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def _collective(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
+def _collective(group: dist.ProcessGroup, rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     """Communicate with the ranks of the view itself, each of which has the whole where nothing is sharded."""
-    z, world = x.detach().contiguous() * 1, dist.get_world_size()
-    kind = rng.randrange(6)
+    z, world, kind = x.detach().contiguous() * 1, group.size(), rng.randrange(6)
     if kind == 0:
-        dist.all_reduce(z)
+        dist.all_reduce(z, group=group)
     elif kind == 1:
-        dist.broadcast(z.data, 0)
+        dist.broadcast(z.data, dist.get_global_rank(group, 0), group=group)
     elif kind == 2:
-        dist.all_reduce(z, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(z, group=group, async_op=True).wait()  # type: ignore[union-attr]
     elif kind == 3:
         pieces = [torch.empty_like(z) for _ in range(world)]
-        dist.all_gather(pieces, z)
+        dist.all_gather(pieces, z, group=group)
         z = pieces[-1] - pieces[0] / 2
     elif kind == 4:
         out = z.new_empty(world * z.size(0), *z.shape[1:])
-        dist.all_gather_into_tensor(out, z)
+        dist.all_gather_into_tensor(out, z, group=group)
         z = out[: z.size(0)] * 2
     else:
-        z = differentiable.all_reduce(z)  # type: ignore[no-untyped-call]
+        z = differentiable.all_reduce(z, group=group)  # type: ignore[no-untyped-call]
     return x + z
 
 
@@ -156,7 +155,7 @@ def _modes(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
             return run(x)
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_saved = hash(str(function)) % 2 == 0 if rng is None else "mm" in str(function)
+        is_saved = "mm" in str(function)
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -187,13 +186,22 @@ def _script(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
 
 
 HOSTILE: list[Step] = [
-    *(_bound, _bound, _collective, _collective, _shared, _shared, _numpy, _spelled, _spelled),
-    *(_modes, _subclass, _script),
+    _bound,
+    _bound,
+    _shared,
+    _shared,
+    _numpy,
+    _spelled,
+    _spelled,
+    _modes,
+    _subclass,
+    _script,
 ]
 
 
-def hostile_program(seed: int, steps: int) -> Callable[..., Any]:
+def hostile_program(seed: int, steps: int, group: dist.ProcessGroup) -> Callable[..., Any]:
     """Return a function of (x, y, w, b, ids, mask), a third of whose steps are hostile."""
+    hostile = [*HOSTILE, *[functools.partial(_collective, group)] * 2]
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor, ids: Tensor, mask: Tensor) -> list[Tensor]:
         rng = random.Random(seed)
@@ -202,8 +210,8 @@ def hostile_program(seed: int, steps: int) -> Callable[..., Any]:
             x, y = rng.choice(kept), rng.choice(kept)
             if x.dim() == 0:
                 continue
-            out = rng.choice(HOSTILE if rng.random() < 0.3 else STEPS)(rng, x, y)
-            if 0 < out.numel() <= _LARGEST and out.dim() <= 5:
+            out = rng.choice(hostile if rng.random() < 0.3 else STEPS)(rng, x, y)
+            if 0 < out.numel() <= LARGEST and out.dim() <= 5:
                 kept[rng.randrange(len(kept))] = out
         return kept
 
@@ -215,7 +223,7 @@ def outcome(seed: int, group: dist.ProcessGroup) -> tuple[str, str]:
     pair = PAIRS[seed % len(PAIRS)]
     place = place_of(group)
     view = View(Parts(group, place.world, place.rank))
-    function = hostile_program(seed, 6)
+    function = hostile_program(seed, 6, group)
     for batch in (seed, seed + 1):
         inputs = Inputs(batch)
         try:

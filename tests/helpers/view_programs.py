@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.view_cases import PAIRS, Inputs, compare, functions
 
 Step = Callable[[random.Random, Tensor, Tensor], Tensor]
-_LARGEST = 4_000  # elements of a tensor that a program keeps
+LARGEST = 4_000  # elements of a tensor that a program keeps
 
 
 def _dim(rng: random.Random, x: Tensor) -> int:
@@ -232,7 +232,7 @@ def program(seed: int, steps: int) -> Callable[..., Any]:
             if x.dim() == 0:
                 continue
             out = rng.choice(STEPS)(rng, x, y)
-            if 0 < out.numel() <= _LARGEST and out.dim() <= 5:
+            if 0 < out.numel() <= LARGEST and out.dim() <= 5:
                 kept[rng.randrange(len(kept))] = out
         return kept
 

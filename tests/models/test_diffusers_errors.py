@@ -289,7 +289,7 @@ def check_one_rank(rank: int, world: int, group: Group, plan: Any) -> None:
     model = wan()
     expected = trained(model, wan_inputs())
     enable(model, group, plan)
-    model(**wan_inputs())  # the first forward compares the inputs; later ones do not
+    model(**wan_inputs())
     for change in (
         lambda inputs: wan_inputs((5, 2, 8)),  # other tokens
         changed("encoder_hidden_states", torch.zeros(2, 7, 9)),  # of no use to the model
@@ -300,7 +300,7 @@ def check_one_rank(rank: int, world: int, group: Group, plan: Any) -> None:
         with pytest.raises(Exception) as info:
             model(**(change(inputs) if rank == 1 else inputs))
         if rank != 1:
-            assert isinstance(info.value, spar.MismatchError), info.value
+            assert isinstance(info.value, (spar.MismatchError, ValueError)), info.value
             assert "rank 1" in str(info.value), info.value
         compare(trained(model, wan_inputs(), group), expected, model)
 
@@ -311,7 +311,7 @@ def test_a_failure_of_one_rank_is_raised_on_all(ranks: Ranks, plan: Any) -> None
 
 
 def check_unequal(rank: int, world: int, group: Group, plan: Any) -> None:
-    """The first forward compares the inputs of the ranks."""
+    """Each forward compares the inputs of the ranks."""
 
     def attempt(message: str, **other: Any) -> None:
         model = wan()
@@ -322,7 +322,7 @@ def check_unequal(rank: int, world: int, group: Group, plan: Any) -> None:
 
     attempt("hidden_states is another value on rank 2", hidden_states=torch.randn(2, 4, 5, 2, 10))
     attempt("timestep is another value on rank 2", timestep=torch.tensor([50, 151]))
-    shape = "hidden_states is of shape [2, 4, 5, 2, 12], on rank 0 [2, 4, 5, 2, 10] on rank 2"
+    shape = "hidden_states of shape [2, 4, 5, 2, 12], torch.float32 on cpu on rank 2"
     attempt(shape, hidden_states=torch.zeros(2, 4, 5, 2, 12))
     model = wan()
     enable(model, group, plan)
