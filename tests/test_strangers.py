@@ -252,6 +252,9 @@ def exchange_under_flood(rank: int, folder: Path, how: str, another_user: bool) 
         expect_shm(rank)
         time.sleep(0.3)
         most = max(most, descriptors(os.getpid()))
+        limit = time.monotonic() + 20
+        while another_user and _C.connections()[0] <= 100 and time.monotonic() < limit:
+            time.sleep(0.05)  # on a busy machine the flood is slow
         dist.barrier()
     spare = 4 if rank == 0 else 0  # the descriptors of the test itself
     assert most < before + 16 + spare, (before, most)
