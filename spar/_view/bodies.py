@@ -56,16 +56,18 @@ def redirected(function: Any, make: Callable[[Any], Any]) -> Iterator[None]:
 
     It is its code that changes: code that imported the function by its name calls the other one, too.
     """
+    name = f"_spar_{function.__name__}"
     if function not in _copies:
-        _copies[function] = types.FunctionType(
+        copy = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__
         )
-        _copies[function].__kwdefaults__ = function.__kwdefaults__
-    own, scope, name = function.__code__, function.__globals__, f"_spar_{function.__name__}"
-    made: dict[str, Any] = {}
-    exec(f"def call(*args, **kwargs): return {name}(*args, **kwargs)", made)
-    scope[name] = make(_copies[function])
-    function.__code__ = made["call"].__code__
+        copy.__kwdefaults__ = function.__kwdefaults__
+        made: dict[str, Any] = {}
+        exec(f"def call(*args, **kwargs): return {name}(*args, **kwargs)", made)
+        _copies[function] = copy, made["call"].__code__
+    copy, calling = _copies[function]
+    own, function.__globals__[name] = function.__code__, make(copy)
+    function.__code__ = calling
     try:
         yield
     finally:
