@@ -123,7 +123,7 @@ def _spelled(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
             lambda: x.unsqueeze(axis=axis) if x.dim() < 5 else x,
             lambda: x.chunk(2, axis=axis)[0],
             lambda: x.select(axis=axis, index=0),
-            lambda: x.std(axis=axis, keepdims=True, correction=0),
+            lambda: x.var(axis=axis, keepdims=True, correction=0),
             lambda: torch.mul(x1=x, x2=2),
         ]
     )()
