@@ -161,9 +161,8 @@ def moves_to(
 def verify(call: FunctionCall, plan: Plan) -> None:
     """Compare the part that a plan promises with the function's whole shapes, found without elements."""
     try:
-        with (
-            torch._C._DisableTorchDispatch()
-        ):  # the caller's dispatch modes would count or save what runs here
+        # The caller's dispatch modes would count or save what runs here.
+        with torch._C._DisableTorchDispatch():
             meta = changed(_without_elements, (call.args, call.kwargs))
             expected = tensors_in(call.function(*meta[0], **meta[1]))
     except Exception:  # a function that does not run without elements

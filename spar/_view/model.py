@@ -169,12 +169,10 @@ class _Sharded:
         self.agreement = Agreement(view.parts.group, model)
         self.is_whole = False  # whether forwards run as in one process, for a comparison
         inner = {name: block for name, block in blocks.items() if block is not model}
-        self.shards = (
-            Shards(self.view, model) if len(inner) < len(blocks) else None
-        )  # if the model is a block
+        # If the model itself is a block.
+        self.shards = Shards(view, model) if len(inner) < len(blocks) else None
         self.hooks = [
-            block.register_forward_pre_hook(Shards(self.view, block), with_kwargs=True)
-            for block in inner.values()
+            block.register_forward_pre_hook(Shards(view, block), with_kwargs=True) for block in inner.values()
         ]
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
         for name, module in inner.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.view_cases import PAIRS, Inputs, compare
-from helpers.view_programs import LARGEST, STEPS, Step
+from helpers.view_programs import STEPS, Step, program
 from spar._group.registry import place_of
 from spar._view.part import Parts
 from spar._view.view import View
@@ -199,31 +198,12 @@ HOSTILE: list[Step] = [
 ]
 
 
-def hostile_program(seed: int, steps: int, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Return a function of (x, y, w, b, ids, mask), a third of whose steps are hostile."""
-    hostile = [*HOSTILE, *[functools.partial(_collective, group)] * 2]
-
-    def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor, ids: Tensor, mask: Tensor) -> list[Tensor]:
-        rng = random.Random(seed)
-        kept = [x, y, F.linear(x, w, b), x * mask[..., None]]
-        for _ in range(steps):
-            x, y = rng.choice(kept), rng.choice(kept)
-            if x.dim() == 0:
-                continue
-            out = rng.choice(hostile if rng.random() < 0.3 else STEPS)(rng, x, y)
-            if 0 < out.numel() <= LARGEST and out.dim() <= 5:
-                kept[rng.randrange(len(kept))] = out
-        return kept
-
-    return run
-
-
 def outcome(seed: int, group: dist.ProcessGroup) -> tuple[str, str]:
     """Run a hostile program on two batches: return "right", "refused" or "wrong", and what was said."""
     pair = PAIRS[seed % len(PAIRS)]
     place = place_of(group)
     view = View(Parts(group, place.world, place.rank))
-    function = hostile_program(seed, 6, group)
+    function = program(seed, 6, [*HOSTILE, *[functools.partial(_collective, group)] * 2])
     for batch in (seed, seed + 1):
         inputs = Inputs(batch)
         try:

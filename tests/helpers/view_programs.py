@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.view_cases import PAIRS, Inputs, compare, functions
 
 Step = Callable[[random.Random, Tensor, Tensor], Tensor]
-LARGEST = 4_000  # elements of a tensor that a program keeps
+_LARGEST = 4_000  # elements of a tensor that a program keeps
 
 
 def _dim(rng: random.Random, x: Tensor) -> int:
@@ -221,8 +221,11 @@ STEPS: list[Step] = [
 ]
 
 
-def program(seed: int, steps: int) -> Callable[..., Any]:
-    """Return a function of (x, y, w, b, ids, mask) that runs random steps, and returns its last tensors."""
+def program(seed: int, steps: int, others: Sequence[Step] = ()) -> Callable[..., Any]:
+    """Return a function of (x, y, w, b, ids, mask) that runs random steps, and returns its last tensors.
+
+    others: steps of which three in ten are drawn, beside those of torch functions.
+    """
 
     def run(x: Tensor, y: Tensor, w: Tensor, b: Tensor, ids: Tensor, mask: Tensor) -> list[Tensor]:
         rng = random.Random(seed)
@@ -231,8 +234,9 @@ def program(seed: int, steps: int) -> Callable[..., Any]:
             x, y = rng.choice(kept), rng.choice(kept)
             if x.dim() == 0:
                 continue
-            out = rng.choice(STEPS)(rng, x, y)
-            if 0 < out.numel() <= LARGEST and out.dim() <= 5:
+            is_other = others and rng.random() < 0.3
+            out = rng.choice(others if is_other else STEPS)(rng, x, y)
+            if 0 < out.numel() <= _LARGEST and out.dim() <= 5:
                 kept[rng.randrange(len(kept))] = out
         return kept
 
