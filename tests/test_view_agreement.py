@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,8 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Layer(function), Layer(torch.sin)])
 
-    def forward(self, x: Tensor, skip: Callable[[], Any] = lambda: None, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any, skip: Any = lambda: None, scale: float = 1.0) -> Tensor:
+        """rest: is not read."""
         skipped = skip()
         for i, layer in enumerate(self.layers):
             x = x if i == skipped else layer(x) * scale
@@ -77,6 +79,11 @@ def check_inputs(rank: int, world: int, group: Group) -> None:
                 lambda: model(ones(8 + (rank == 1)))
             ),
             "scale 2.0 on rank 1, scale 1.0 on rank 0": (lambda: model(x, scale=1.0 + (rank == 1))),
+            r"args\[2\] of shape \[2, 8, 8\], .* on rank 1": (lambda: model(x, x, *[x] * (rank == 1))),
+            r"args\[1\] is another value on rank 1": (lambda: model(x, x + (rank == 1))),
+            r"args\[1\]\['y'\] of shape .* on rank 1": (
+                lambda: model(x, UserDict(y=x) if rank == 1 else None)
+            ),
         }
         for text, call in cases.items():
             with refused(ValueError, text):
@@ -124,11 +131,11 @@ def check_code(rank: int, world: int, group: Group) -> None:
     model(x)
     text = r"(?s)in the hash of the code that ran: \w+ on rank 0; \w+ on rank 1; nothing was exchanged"
     with refused(spar.MismatchError, rf"{text}.*forward, at its end on this rank, the ranks ran different"):
-        model(x, lambda: rank)
+        model(x, skip=lambda: rank)
     random.seed(rank)
     with refused(spar.MismatchError, "in (the hash of the code|the state of Python's random)"):
         for _ in range(9):
-            model(x, lambda: random.randrange(2))
+            model(x, skip=lambda: random.randrange(2))
     attending = Decoder()
     spar.shard_model(attending, group)
     for _ in range(2):  # forward 3 compares no parameters
