@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._control.state import ALONE, Place
+from .._exchange.autocast import no_autocast
 from .._exchange.dispatch import chained, define, implement, number_of_newest
 from .._exchange.graph_ops import code
 from .._exchange.layouts import Piece, pieces, total_of
@@ -24,7 +25,7 @@ from .._group.group import Call, Group
 from .._group.registry import group_at
 from .halo import round_by
 from .kernels.kernel import accumulated
-from .ring import Backward, Ring, Round, backward_exchanges, forward_exchanges, forward_of, no_autocast
+from .ring import Backward, Ring, Round, backward_exchanges, forward_exchanges, forward_of
 from .scores import Scores
 from .spans import Spans, with_keywords
 from .tiles import blocks_by

@@ -11,7 +11,6 @@ shard, or the second one after this rank's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._control.state import Place
+from .._exchange.autocast import no_autocast
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import Args
 from .._exchange.pieces import selected
@@ -321,12 +321,6 @@ def _by_token(lse: Tensor) -> Tensor:
     Dynamo would take a stride of its gradient for the size S, and the gradient has other strides.
     """
     return lse.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def no_autocast(device: str) -> AbstractContextManager[None]:
-    # Meta tensors have no autocast.
-    is_on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 class SparAttention(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
 from .groups import ADVICE, DIFFERS, is_apart, ranks
-from .part import changed, is_uneven, part_of, tensors_in, whole_shape
+from .part import changed, has_part, is_uneven, part_of, tensors_in, whole_shape
 from .view import View, current_view, without_view
 
 # What these are given is sent, and overwritten.
@@ -67,7 +67,7 @@ def _method(name: str, own: Callable[..., Any], is_known: bool) -> Callable[...,
         if is_known:
             with without_view():
                 return _communicate(view, group, name, own, args, kwargs)
-        if _has_part(args, kwargs):
+        if has_part(args, kwargs):
             raise view.error(f"{type(group).__name__}.{name}", "gets a sharded tensor", ADVICE)
         return own(group, *args, **kwargs)
 
@@ -81,7 +81,7 @@ def _communicate(view: View, group: Any, name: str, own: Any, args: Any, kwargs:
     for x in sent:
         view.check_stale(name, x)
     view.note_written(written)
-    if not _has_part(given):
+    if not has_part(given):
         return own(group, *args, **kwargs)
     is_apart = _is_apart(view, group, name, args, kwargs)
     if not (is_apart or name.startswith(_EQUAL)):
@@ -139,10 +139,6 @@ def _wholes(view: View, given: list[Tensor], sent: list[Tensor]) -> dict[int, Te
             for x in given
             if part_of(x) is not None
         }
-
-
-def _has_part(*values: Any) -> bool:
-    return any(part_of(x) is not None for x in tensors_in(*values))
 
 
 def _keep(received: list[tuple[Tensor, Tensor]]) -> None:
@@ -212,7 +208,7 @@ def _pickling(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def to_tensor(obj: Any, device: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
         view = current_view()
-        if view is not None and _has_part(obj):
+        if view is not None and has_part(obj):
             if not is_apart(view.parts.group, ranks(group)):
                 raise view.error("pickling", "sends a sharded tensor to ranks that share it", ADVICE)
             with without_view():

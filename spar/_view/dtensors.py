@@ -20,7 +20,7 @@ def gathered(x: Any, dim: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate() if divides(placement, dim) else placement for placement in x.placements]
-    whole = gather(waited(x.redistribute(placements=placements).to_local()))
+    whole = gather(arrived(x.redistribute(placements=placements).to_local()))
     shape = torch.Size([*x.shape[:dim], whole.size(dim), *x.shape[dim + 1 :]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(whole, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -36,7 +36,7 @@ def is_waiting(x: Any) -> bool:
     return hasattr(x, "trigger_wait")
 
 
-def waited(x: Any) -> Any:
+def arrived(x: Any) -> Any:
     """Return the tensor of a functional collective, once it has ended."""
     return _Waited.apply(x) if is_waiting(x) else x  # type: ignore[no-untyped-call]
 

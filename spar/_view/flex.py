@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.by_heads import by_heads
 from ..ops.heads import heads_of_ranks
 from .moving import moved
-from .part import Part, mark, part_of, whole_numel
+from .part import Part, has_part, mark, part_of, whole_numel
 from .rules.products import shared
 from .view import View, current_view, without_view
 
@@ -54,7 +54,7 @@ def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
                 own_tokens = [moved(x, one) for x in tensors]
                 out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
                 return moved(mark(out, one), part)
-        if any(part_of(x) is not None for x in tensors):
+        if has_part(tensors):
             given = *tensors, score_mod, block_mask, *rest
             return view.outside("flex_attention", own, given, kwargs, is_torch=True)
         with without_view():

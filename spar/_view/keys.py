@@ -16,7 +16,7 @@ from .part import _SHARD, tensors_in
 from .subclasses import holds_part
 
 
-def _has_part(value: Any) -> bool:
+def _may_hold_part(value: Any) -> bool:
     """Whether a value of a type that no key has holds a part."""
     return any(map(holds_part, tensors_in(value)))
 
@@ -28,7 +28,7 @@ use_view(
     Parameter,
     torch.Size,
     _VALUES,
-    _has_part,
+    _may_hold_part,
     maybe_current_level,
     getattr,
     _SHARD,

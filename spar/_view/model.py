@@ -30,7 +30,7 @@ from .experts import are_experts, run_experts
 from .generators import CODE
 from .images import shard_rows
 from .outside import again, enter_inputs, intercepted
-from .part import Parts, part_of, tensors_in
+from .part import Parts, has_part
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .view import Around, View, current_view, without_view
@@ -239,7 +239,7 @@ class _BlockForward(_Forward):
             if sharded.is_running:
                 view._fold(CODE, self.number)
                 return self.own(*args, **kwargs)
-            if not any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+            if not has_part(args, kwargs):
                 self._note_outside(view)
                 return self.own(*args, **kwargs)
             with again(view):

@@ -34,7 +34,7 @@ from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
 from .mask_makers import making_spans
-from .part import changed, mark, part_of, tensors_in
+from .part import changed, has_part, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
 
 # They compute each element from that of their input, as their code shows.
@@ -134,14 +134,14 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand for `apply` of all Functions."""
     view, call = current_view(), functools.partial(_call, cls)
-    if view is None or not _is_seen(cls):
+    if view is None or not issubclass(cls, torch.autograd.Function):
         return call(*args, **kwargs)
     if cls is checkpoints.CheckpointFunction:
         return _reentrant(view, call, *args)
     if subclasses.keeps_parts(cls):
         with without_view():
             return subclasses.converted(view, cls, call, args)
-    if cls.__module__ == "torch.distributed.nn.functional" and _has_parts(args, kwargs):
+    if cls.__module__ == "torch.distributed.nn.functional" and has_part(args, kwargs):
         check_results(view, cls.__name__, args)
     if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
         with without_view():
@@ -162,17 +162,13 @@ class _Whole(TorchFunctionMode):
         self.view, self.name = view, name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _has_parts(args, kwargs):
+        if has_part(args, kwargs):
             raise self.view.error(
                 self.name,
                 "has a sharded tensor otherwise than by an argument",
                 "pass it to apply as a tensor",
             )
         return func(*args, **(kwargs or {}))
-
-
-def _is_seen(cls: Any) -> bool:
-    return issubclass(cls, torch.autograd.Function)
 
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +192,8 @@ def _attribute(cls: Any, name: str) -> Any:
         _calls.is_own = name != "forward"  # torch looks it up last
         return found
     is_python = sys._getframe(1).f_code is _APPLY_CODE  # it will call `_apply`
-    if is_python or current_view() is None or maybe_current_level() is not None or not _is_seen(cls):
+    is_in_view = current_view() is not None and maybe_current_level() is None
+    if is_python or not is_in_view or not issubclass(cls, torch.autograd.Function):
         return found
     base = _SingleLevelFunction.setup_context  # with it, `forward` gets a context
     return functools.partial(_forward, cls, found) if name == "forward" else base
@@ -222,7 +219,7 @@ def _unseen(own: Callable[..., Any], name: str, advice: str) -> Callable[..., An
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         view = current_view()
-        if view is None or not _has_parts(args, kwargs):
+        if view is None or not has_part(args, kwargs):
             return own(*args, **kwargs)
         if name == "as_subclass":
             return mark(own(*args, **kwargs), part_of(args[0]))
@@ -235,7 +232,7 @@ def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         view = current_view()
-        if view is None or not _has_parts(args, kwargs):
+        if view is None or not has_part(args, kwargs):
             return own(self, *args, **kwargs)
         return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
 
@@ -254,10 +251,6 @@ def _parameter(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(cls, data, *args, **kwargs)
 
     return new
-
-
-def _has_parts(*values: Any) -> bool:
-    return any(part_of(x) is not None for x in tensors_in(*values))
 
 
 @functools.lru_cache(maxsize=256)

@@ -343,6 +343,11 @@ def part_of(x: Any) -> Part | None:
     return None if shard is None else shard.part
 
 
+def has_part(*values: Any) -> bool:
+    """Whether a tensor in nested values is a part."""
+    return any(part_of(x) is not None for x in tensors_in(*values))
+
+
 def is_uneven(x: Any) -> bool:
     """Whether x is a part of an `Uneven` sequence."""
     part = part_of(x)

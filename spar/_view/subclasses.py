@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from .call import FunctionCall, Plan
-from .dtensors import divides, is_distributed, is_waiting, waited
+from .dtensors import arrived, divides, is_distributed, is_waiting
 from .groups import is_apart
 from .part import Part, changed, mark, part_of, tensors_in
 from .spans_mask import SpansMask
@@ -52,7 +52,7 @@ def run_of(view: Any, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -
         if part_of(x) is None and holds_part(x):
             raise view.error(name, f"gets a {type(x).__name__} that wraps a sharded tensor", _ADVICE)
     if any(map(is_waiting, found)):
-        args, kwargs = changed(waited, (args, kwargs))
+        args, kwargs = changed(arrived, (args, kwargs))
         return functools.partial(func, *args, **kwargs)
     kinds: tuple[Any, ...] = tuple(dict.fromkeys(map(type, found)))
     for kind in kinds if torch._C._is_torch_function_enabled() else ():
@@ -102,7 +102,7 @@ def converted(view: Any, cls: Any, call: Callable[..., Any], args: Any) -> Any:
             raise view.error("DTensor.from_local", "gets a sharded tensor, and its shape", "pass no shape")
     elif parts[0] is not None and cls.__name__ == "_ToTorchTensor":
         _check(view, "DTensor.to_local", args[0].device_mesh, args[0].placements, parts[0])
-    out = changed(waited, call(*args))
+    out = changed(arrived, call(*args))
     for x, part in zip(tensors_in(out), parts, strict=True):
         mark(x, part)
     return out
@@ -143,7 +143,7 @@ def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Calla
         if view is None or part is None:
             return own(x, *args, **kwargs)
         _check(view, "DTensor.to_local", x.device_mesh, x.placements, part)
-        return mark(waited(own(x, *args, **kwargs)), part)
+        return mark(arrived(own(x, *args, **kwargs)), part)
 
     return to_local
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from .functions import name_of
-from .part import part_of, tensors_in
+from .part import has_part
 from .view import View, current_view, without_view
 
 
@@ -24,7 +24,7 @@ class _Beside(TorchFunctionMode):
         self.view = view
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+        if has_part(args, kwargs):
             problem = "gets a sharded tensor in a thread that the model started"
             raise self.view.error(name_of(func), problem, "call it in the thread that runs the model")
         return func(*args, **(kwargs or {}))

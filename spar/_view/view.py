@@ -24,7 +24,7 @@ from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
-from .part import Part, Parts, changed, is_uneven, mark, part_of, tensors_in, whole_shape
+from .part import Part, Parts, changed, has_part, is_uneven, mark, part_of, tensors_in, whole_shape
 from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
 from .whole import run_whole
@@ -340,7 +340,7 @@ class View(Mode, TorchFunctionMode):
     def _operator(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of another library whole."""
         name, writes = function.name, function.written(args, kwargs)
-        if any(part_of(x) is not None for x in tensors_in(args, kwargs)):
+        if has_part(args, kwargs):
             if hides_writes(name):
                 raise self.error(name, "does not say whether it changes a sharded tensor", AS_WHOLE)
             if is_collective_operator(name):
@@ -361,7 +361,7 @@ class View(Mode, TorchFunctionMode):
         given = tensors_in(args, kwargs)
         for x in given:
             self.check_stale(name, x)
-        if any(part_of(x) is not None for x in given):
+        if has_part(given):
             self._note_whole(name, why)
         out = run_whole(self.parts, self._aliases, name, call, args, kwargs, **options)
         self._watch()

@@ -9,13 +9,13 @@ those before each of theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments, not_empty
+from .._exchange.autocast import no_autocast
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .fragments import Fragment, Lengths, fragments_of
 from .gather import transpose_for
@@ -235,7 +235,7 @@ class _Passing:
     def behind(self, part: Sequence[Tensor], alone: _Alone, state: Tensor) -> Tensor:
         """Return a fragment's output, of the state before it."""
         if alone.output is not None and alone.added is not None:
-            with without_autocast(self.zeros):
+            with no_autocast(self.zeros.device.type):
                 # [B, T, H, K] by [B, H, K, V]
                 added = alone.added.movedim(self.seq, -2).to(state.dtype) @ state
             added = added.movedim(-2, self.seq)
@@ -291,14 +291,9 @@ class _Passing:
     def folded(self, gathered: Tensor, numbers: Sequence[int]) -> Tensor:
         """Return the state behind the fragments of these numbers, which are a document's first ones."""
         state = self.zeros
-        with without_autocast(self.zeros):
+        with no_autocast(self.zeros.device.type):
             for i, number in enumerate(numbers):
                 before, own = gathered[number, ..., : self.width], gathered[number, ..., self.width :]
                 # The M of a first fragment is not gathered.
                 state = own if i == 0 else own + (before * state if self.given.decay else before @ state)
         return state
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a block in which autocast leaves products on the tensor's device in their dtype."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

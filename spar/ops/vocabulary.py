@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._attention.ring import no_autocast
+from .._exchange.autocast import no_autocast
 from .._exchange.dispatch import library
 from .._exchange.watch import have_tangents, is_transformed
 

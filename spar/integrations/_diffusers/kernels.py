@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._attention.attention import attention
-from ..._view.part import mark, part_of, tensors_in, whole_numel, whole_shape
+from ..._view.part import has_part, mark, part_of, whole_numel, whole_shape
 from ..._view.rules.attention import drawing, method_of
 from ..._view.rules.products import work
 from ..._view.view import View, current_view, without_view
@@ -57,7 +57,7 @@ def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Attend over [B, S, H, D], all or parts."""
         view = current_view()
-        if view is None or not any(part_of(x) is not None for x in tensors_in(query, key, value, options)):
+        if view is None or not has_part(query, key, value, options):
             return kernel(query=query, key=key, value=value, **options)
         out = _attended(view, kernel, query, key, value, options)
         if out is not None:

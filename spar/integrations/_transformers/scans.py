@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.by_state import Recurrence, without_autocast
+from ..._exchange.autocast import no_autocast
+from ...ops.by_state import Recurrence
 from .tokens import Tokens
 
 
@@ -115,7 +116,7 @@ def _chunk_scan(
         x: Tensor, dt: Tensor, B: Tensor, C: Tensor, exponents: Tensor, state: Tensor
     ) -> Tensor:  # [B, T, G, N] by [B, H, P, N]
         C = C.to(state.dtype).transpose(1, 2)
-        with without_autocast(C):
+        with no_autocast(C.device.type):
             added: Tensor = C[:, :, None] @ state.unflatten(1, (C.size(1), -1)).transpose(3, 4)
         return added.flatten(1, 2).transpose(1, 2) * exponents.cumsum(1).exp()[..., None]
 
@@ -212,7 +213,7 @@ def lightning(
     def correct(v: Tensor, q: Tensor, k: Tensor, state: Tensor) -> Tensor:
         ages = torch.arange(1, 1 + q.size(1), device=q.device)
         factors: Tensor = (-slopes * ages[:, None]).exp()
-        with without_autocast(q):
+        with no_autocast(q.device.type):
             added = q.transpose(1, 2).to(state.dtype) @ state
         return (factors * added).transpose(1, 2)
 
