@@ -341,5 +341,5 @@ def test_what_a_collective_changes_is_followed(ranks: Ranks) -> None:
 
 
 def test_all_methods_that_take_tensors_are_known() -> None:
-    """A new method of torch's ProcessGroup has to be put where it belongs; until then it refuses parts."""
+    """Each method of torch's ProcessGroup is classified; one that is not refuses parts."""
     assert {name for owner, name, _ in _methods() if owner is dist.ProcessGroup} <= _KNOWN

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a view knows of torch's functions, and calls in all of torch's spellings."""
+"""Schemas of torch's functions in a view; calls by each name of their arguments; what functions write."""
 
 from __future__ import annotations
 
