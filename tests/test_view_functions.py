@@ -53,7 +53,7 @@ def test_arguments_are_bound_by_the_names_of_torch(
 
 
 def test_calls_with_other_names_are_bound_when_they_run_again() -> None:
-    run = function_of(torch.sum).respelled(lambda *args, **kwargs: (args, kwargs), ((1, 5),))
+    run = function_of(torch.sum).with_binding(lambda *args, **kwargs: (args, kwargs), ((1, 5),))
     assert run(a=0, axis=1) == ((0, 5), {"dim": 1})
 
 
@@ -86,7 +86,7 @@ def test_each_function_of_torch_is_known_or_refused() -> None:
     }
 
 
-SPELLED = """
+OTHER_NAMES = """
 x.sum(axis=1, keepdims=True)
 x - x.mean(1, keepdims=True)
 x.sum((0, 1), keepdims=True)
@@ -141,7 +141,7 @@ REFUSED = "changed in place through another one|read-only|torch does not say whi
 
 def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
     failures = []
-    for lines, may_refuse in ((SPELLED, False), (WRITES, True)):
+    for lines, may_refuse in ((OTHER_NAMES, False), (WRITES, True)):
         for i, line in enumerate(lines.strip().splitlines()):
             for pair in (PAIRS[(i + world) % len(PAIRS)], ("tokens", "tokens"), ("uneven", "tokens")):
                 try:
@@ -154,7 +154,7 @@ def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_other_spellings_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
+def test_other_names_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
     ranks(world, check_lines)
 
 

@@ -98,7 +98,7 @@ class Function:
             return (kwargs[self._first],), rest
         return args, kwargs
 
-    def respelled(self, run: Any, pairs: Any) -> Any:
+    def with_binding(self, run: Any, pairs: Any) -> Any:
         """Return what binds arguments, and runs a function with values in the place of some."""
 
         def call(*args: Any, **kwargs: Any) -> Any:

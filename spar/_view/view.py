@@ -122,7 +122,7 @@ class View(Mode, TorchFunctionMode):
         function, given = function_of(func), kwargs
         if kwargs:
             args, kwargs = function.bind(args, kwargs)
-        is_respelled = kwargs is not given
+        was_bound = kwargs is not given
         if function.is_operator:
             return self._operator(function, func, args, kwargs)
         if is_collective(func):  # its method of a group comes to `collectives`
@@ -171,9 +171,9 @@ class View(Mode, TorchFunctionMode):
             if key is not None and not plan.moves:
                 rest = step if step.copies or step.may_copy or step.writes else None
                 run, pairs = step.run, plan.replaced
-                if is_respelled:
-                    run, pairs = function.respelled(run, pairs), ()
-                if not (is_respelled and rest):  # which reads the first argument by its position
+                if was_bound:
+                    run, pairs = function.with_binding(run, pairs), ()
+                if not (was_bound and rest):  # which reads the first argument by its position
                     self._remember(key, run, pairs, step.result, rest)
         mark_results(out, step.result)
         return out if step.writes else self._finish(step, base, out)

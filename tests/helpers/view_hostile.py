@@ -110,7 +110,7 @@ def _numpy(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     return x + torch.from_numpy(array * 2)
 
 
-def _spelled(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
+def _other_names(rng: random.Random, x: Tensor, y: Tensor) -> Tensor:
     axis = rng.randrange(-x.dim(), x.dim())
     return rng.choice(
         [
@@ -190,8 +190,8 @@ HOSTILE: list[Step] = [
     _shared,
     _shared,
     _numpy,
-    _spelled,
-    _spelled,
+    _other_names,
+    _other_names,
     _modes,
     _subclass,
     _script,
