@@ -126,10 +126,26 @@ def test_parameters_that_differ_or_drift_apart_are_reported(ranks: Ranks) -> Non
     ranks(2, check_parameters)
 
 
+class Scale(nn.Module):
+    """A block without parameters, which would tell it from others."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def check_code(rank: int, world: int, group: Group) -> None:
     x, model = ones(), sharded(group)
     model(x)
     text = r"(?s)in the hash of the code that ran: \w+ on rank 0; \w+ on rank 1; nothing was exchanged"
+    scaled = Model()
+    scaled.layers = nn.ModuleList([Scale(2.0), Scale(3.0)])
+    spar.shard_model(scaled, group)
+    with refused(spar.MismatchError, text):
+        scaled(x, skip=lambda: rank)
     with refused(spar.MismatchError, rf"{text}.*forward, at its end on this rank, the ranks ran different"):
         model(x, skip=lambda: rank)
     random.seed(rank)

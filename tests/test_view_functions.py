@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from spar import cal_split_sizes, shard_model
-from spar._view.call import rule_of
+from spar._view.call import Plan, Step, rule_of
 from spar._view.functions import function_of
-from spar._view.part import part_of
+from spar._view.part import Parts, part_of
 from spar._view.view import MEMORY, View
 
 # Exchanges over each transport are tested by other modules.
@@ -156,6 +156,19 @@ def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_names_are_exact_and_no_write_is_lost(ranks: Ranks, world: int) -> None:
     ranks(world, check_lines)
+
+
+def check_local_size(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    part = Parts(group, world, rank).part(1, (12,))
+    step = Step(Plan(part), torch.neg)
+    assert step.find_result("neg", torch.ones(2, 6, 3)) is part.shard((2, 6, 3))
+    for shape in ((2, 12, 3), (6,)):
+        with pytest.raises(RuntimeError, match=r"neg: the rule says Part\(dim=1.*; this is a fault of spar"):
+            step.find_result("neg", torch.ones(shape))
+
+
+def test_a_result_of_another_local_size_than_its_part_is_an_error(ranks: Ranks) -> None:
+    ranks(2, check_local_size)
 
 
 def check_hostile(rank: int, world: int, group: dist.ProcessGroup) -> None:
