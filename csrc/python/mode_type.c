@@ -180,7 +180,7 @@ static PyObject *mode_begin(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mode_object *mode = (mode_object *)self;
     memset(mode->place, 0, sizeof mode->place);
-    mode->place[SPAR_PLACE_CODE] = 1; /* a rank on which nothing has run is somewhere, too */
+    mode->place[SPAR_PLACE_CODE] = 1; /* not 0, which equals any: a rank that ran nothing is compared */
     Py_RETURN_NONE;
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor subclasses in a view: DTensors of parts are parts, and others meet whole tensors alone.
+"""Tensor subclasses in a view: DTensors of parts are parts, and others receive whole tensors alone.
 
 The code of a subclass runs below the view, where it would take a part for a whole tensor. A DTensor over
 other ranks than those of the sequence runs torch's operators on the local shards, so that the rules of

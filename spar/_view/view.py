@@ -125,7 +125,7 @@ class View(Mode, TorchFunctionMode):
         was_bound = kwargs is not given
         if function.is_operator:
             return self._operator(function, func, args, kwargs)
-        if is_collective(func):  # its method of a group comes to `collectives`
+        if is_collective(func):  # `collectives` receives its call of a group
             with self:
                 return body_of(func)(*args, **kwargs)
         if function.writes or self._aliases.any_stale:
