@@ -122,6 +122,25 @@ def check_parameters(rank: int, world: int, group: Group) -> None:
         model(x)
 
 
+def check_counts(rank: int, world: int, group: Group) -> None:
+    """A rank that fails alone, before it compares, compares the parameters with its peers again."""
+    x, model = ones(), sharded(group)
+    model(x)
+    with pytest.raises((RuntimeError, spar.MismatchError)):
+        torch.func.vmap(model)(x[None]) if rank else model(x)
+    for _ in range(4):
+        model(x)
+    with torch.no_grad():
+        model.layers[0].linear.bias[0] += rank
+    with refused(ValueError, r"the parameter layers\.0\.linear\.bias is another value on rank 1"):
+        for _ in range(3):
+            model(x)
+
+
+def test_a_rank_that_failed_alone_compares_in_step_again(ranks: Ranks) -> None:
+    ranks(2, check_counts)
+
+
 def test_parameters_that_differ_or_drift_apart_are_reported(ranks: Ranks) -> None:
     ranks(2, check_parameters)
 

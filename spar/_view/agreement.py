@@ -35,7 +35,7 @@ from .part import part_of
 
 _TOLERANCE = 1e-2  # of a tensor's norm: another GPU may round the embeddings differently
 _MOST_LEAVES, _MOST_KNOWN = 10_000, 1000  # of one forward's inputs; structures of inputs
-_ROOM = 64  # numbers
+_ROOM, _COUNT = 64, 0  # numbers in a row, and which of them is that of its forwards
 _TEXT, _MOST_PARAMETERS = 1 << 14, 4096  # of what ranks exchange once they differ: bytes, hashes
 _SCALARS = (bool, int, float)
 _ADVICE = (
@@ -110,6 +110,8 @@ class Agreement:
         if pending.ready is not None:  # recorded before the forward's work: it does not wait for that
             pending.ready.synchronize()
         rows = pending.rows.tolist()
+        counts = [row.pop(_COUNT) for row in rows]
+        self._forwards = max(counts)  # a rank that failed before it compared has counted one less
         if any(row != rows[0] for row in rows):
             with torch.no_grad():
                 self._compare(pending.key, rows)
@@ -134,7 +136,8 @@ class Agreement:
             else:
                 (ints if len(found) == 1 else floats).extend(found)
         known = tuple(key)
-        row = torch.tensor([[self._structure(known), self.word, hashed, *host]], device="cpu").to(device)
+        head = self._forwards, self._structure(known), self.word, hashed
+        row = torch.tensor([[*head, *host]], device="cpu").to(device)
         if ints or floats:
             rest = [torch.stack(ints)] if ints else []
             rest += [torch.stack(floats).double().view(torch.int64)] if floats else []
@@ -162,7 +165,7 @@ class Agreement:
         tensors = [(name, x, kind) for name, x, kind in _triples(key) if type(x) is tuple]
         host = [(name, kind) for name, x, kind in tensors if x[-1] == "cpu"]
         rest = [(name, kind) for name, x, kind in tensors if x[-1] != "cpu"]
-        if any(row[2] != rows[0][2] for row in rows):
+        if len({row[2] for row in rows} - {0}) > 1:  # 0: that rank did not compute it
             raise self._error(self._other_parameter(), OTHER_PARAMETERS)
         at = 3
         for name, kind in host:
