@@ -100,6 +100,7 @@ def finish(processes: list[Any], limit: float) -> list[int | None]:
         codes.append(0 if torn else process.exitcode)
     for process in processes:
         process.kill()
+        process.join(10)  # until then, multiprocessing keeps the process and its pipes, also if it has ended
     return codes
 
 
