@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._C import call_key
 from .images import has_convolutions
@@ -76,7 +77,7 @@ class Shards:
         self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if current_view() is not self.view:
+        if is_dynamo_compiling() or current_view() is not self.view:
             return None
         with without_view():
             return self._shard(args, kwargs)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of transformers treat each row alone: they run on this rank's rows, by any implementation."""
+"""Experts of transformers treat each row alone: they run on this rank's rows, by any implementation.
+
+In a block that is compiled they are one function of the graph, which the trace under the view replaces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from .part import Part, mark, part_of, tensors_in
 from .view import View, without_view
@@ -39,6 +44,76 @@ def run_experts(
         view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
     with without_view():
         return mark(own(*args, **kwargs), part)
+
+
+# ---- in a graph ----
+
+
+class Numbers:
+    """Numbers of experts in graphs: those that differ by their weights alone have the same one.
+
+    Attributes:
+        newest: by number, the module that was numbered last, with its own forward.
+    """
+
+    def __init__(self) -> None:
+        self.newest: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
+        self._of: dict[Any, int] = {}
+
+    def number(self, module: nn.Module, own: Callable[..., Any]) -> int:
+        """Return the number of a module: before each call of a block, as its attributes may have changed."""
+        inner = [
+            (name, type(x), *[_fixed(value) for key, value in vars(x).items() if not key.startswith("_")])
+            for name, x in module.named_modules()
+        ]
+        weights = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+        number = self._of.setdefault((*inner, *weights), len(self._of))
+        self.newest[number] = module, own
+        return number
+
+
+class _Same:
+    """An object that is equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _fixed(value: Any) -> Any:
+    """Return a key for an attribute; the forward that the view has put there is in all."""
+    if callable(value) and hasattr(type(value), "is_like_others"):
+        return None
+    return value if isinstance(value, (int, float, str)) else _Same(value)
+
+
+def in_graph(number: int, count: int, *tensors: Tensor) -> Tensor:
+    """Stand for experts while Dynamo traces, by the shape of their result: `[rows, D]`, as hidden states.
+
+    count: of the parameters, the first of tensors; the arguments follow.
+    """
+    hidden: Tensor = tensors[count]
+    return hidden * tensors[0].flatten()[0].to(hidden.dtype)
+
+
+def _in_view(view: Any, number: int, count: int, *tensors: Tensor) -> Any:
+    module, own = view.leaves.newest[number]
+    names = [name for name, _ in module.named_parameters()]
+    with _reparametrize_module(module, dict(zip(names, tensors[:count], strict=True))):
+        return run_experts(view, module, own, tensors[count:], {})
+
+
+in_graph._spar_in_view = _in_view  # type: ignore[attr-defined] # what tracing.py calls instead
+
+
+def allow_in_graph() -> None:
+    """Let Dynamo take the function as it is. Imports Dynamo."""
+    torch.compiler.allow_in_graph(in_graph)
 
 
 def _check_whole(view: View, module: nn.Module) -> None:

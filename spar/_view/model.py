@@ -19,21 +19,25 @@ from .._control.mismatch import add_advice
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from .._group.registry import place_of
+from .._tracing import constant
 from ..errors import MismatchError, SparError
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .agreement import Agreement
+from .backends import Backend, backend_of_trace
 from .blocks import Shards, find_blocks
 from .caches import follow
-from .experts import are_experts, run_experts
+from .compiled import CompiledBlocks, backend_of
+from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
 from .outside import again, enter_inputs, intercepted
 from .part import Parts, has_part
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
-from .view import Around, View, current_view, without_view
+from .tracing import is_traced
+from .view import Around, View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
@@ -167,6 +171,9 @@ class _Sharded:
     def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
         self.model, self.view = model, view
         self.agreement = Agreement(view.parts.group, model)
+        self.compiled = CompiledBlocks(view)
+        _disable_run()
+        self.is_alone = view.parts.world == 1
         self.is_whole = False  # whether forwards run as in one process, for a comparison
         inner = {name: block for name, block in blocks.items() if block is not model}
         # If the model itself is a block.
@@ -220,7 +227,13 @@ def _is_within(own: Any, forward: Any) -> bool:
 
 
 class _Forward:
-    """A module's forward in place of its own."""
+    """A module's forward in place of its own.
+
+    Attributes:
+        is_like_others: that of another module may be in its place in a graph.
+    """
+
+    is_like_others = True
 
     def __init__(self, sharded: _Sharded, module: torch.nn.Module, own: Any) -> None:
         self.sharded, self.module, self.own = sharded, module, own
@@ -233,23 +246,25 @@ class _BlockForward(_Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a block; in the view too if backward runs it again, for a checkpoint."""
+        if is_dynamo_compiling():  # a block around it is compiled, or the model is not sharded now
+            return self.own(*args, **kwargs)
         sharded, view = self.sharded, self.sharded.view
         view.blocks += 1
         try:
             if sharded.is_running:
                 view._fold(CODE, self.number)
-                return self.own(*args, **kwargs)
+                return sharded.compiled.run(self.module, self.own, args, kwargs)
             if not has_part(args, kwargs):
                 self._note_outside(view)
                 return self.own(*args, **kwargs)
             with again(view):
-                return self.own(*args, **kwargs)
+                return sharded.compiled.run(self.module, self.own, args, kwargs)
         finally:
             view.blocks -= 1
 
     def _note_outside(self, view: View) -> None:
         """Say once that a block runs whole on each rank: the sharded model's forward did not call it."""
-        is_meant = view.parts.world == 1 or self.sharded.is_whole or is_dynamo_compiling()
+        is_meant = view.parts.world == 1 or self.sharded.is_whole
         if is_meant or (view.has_run_outside and not view.strict):
             return
         view.has_run_outside = True
@@ -265,7 +280,18 @@ class _BlockForward(_Forward):
 
 
 class _ExpertsForward(_Forward):
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.number = 0  # in graphs
+        self.sharded.compiled.experts[self.module] = self
+        self.has_buffers = any(True for _ in self.module.buffers())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            if self.has_buffers or not is_traced():
+                return self.own(*args, **kwargs)
+            weights = [*self.module.parameters()]
+            return in_graph(self.number, len(weights), *weights, *args, *kwargs.values())
         if not self.sharded.is_running:
             return self.own(*args, **kwargs)
         return run_experts(self.sharded.view, self.module, self.own, args, kwargs)
@@ -279,14 +305,28 @@ class _ModelForward(_Forward):
         self.names = tuple([name for name, parameter in found if parameter.kind in kinds])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward over the ranks, never compiled: torch.compile cannot trace the view."""
-        run = _run_disabled() if "torch._dynamo" in sys.modules else _ModelForward._run
-        return run(self, *args, **kwargs)
+        """Call the model's forward over the ranks.
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        sharded, view = self.sharded, self.sharded.view
-        if view.parts.world == 1 or sharded.is_running or sharded.is_whole:
+        torch.compile does not trace it: where the user compiles the model, its blocks are compiled.
+        """
+        sharded = self.sharded
+        if sharded.is_alone or sharded.is_whole:
             return self.own(*args, **kwargs)
+        return self._run_eagerly(_asked() if is_dynamo_compiling() else None, args, kwargs)
+
+    def _run_eagerly(self, asked: int | None, args: Any, kwargs: Any) -> Any:
+        run = _disabled_run[0] if _disabled_run else _ModelForward._run
+        return run(self, asked, args, kwargs)
+
+    _run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _run(self, asked: int | None, args: Any, kwargs: Any) -> Any:
+        """asked: the backend by which the user compiles the model, as `_asked` numbers it."""
+        sharded, view = self.sharded, self.sharded.view
+        if sharded.is_running:
+            return self.own(*args, **kwargs)
+        if not view.recording:
+            view.backend_of = functools.partial(backend_of, None if asked is None else _backends[asked])
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 view.parts.device = _device_of(sharded.model)
@@ -306,6 +346,8 @@ class _ModelForward(_Forward):
                     add_advice(error)
                     explain(error, _BlockForward)
                 raise
+            finally:
+                view.backend_of = eagerly
         self._warn()
         return output
 
@@ -324,11 +366,9 @@ class _ModelForward(_Forward):
         args, kwargs = found or shards(model, args, kwargs)
         view.blocks += 1
         try:
-            return self.own(*args, **kwargs)
+            return self.sharded.compiled.run(model, self.own, args, kwargs)
         finally:
             view.blocks -= 1
-
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined] # it calls what is disabled in depth
 
     def _warn(self) -> None:
         """Name once what runs whole in blocks."""
@@ -341,10 +381,26 @@ class _ModelForward(_Forward):
             warnings.warn(f"sharded {kind}: {report}", stacklevel=3)
 
 
-@functools.cache
-def _run_disabled() -> Any:
-    """Return what runs a model's forward and is never compiled."""
-    return torch._dynamo.disable(_ModelForward._run)
+_backends: list[Backend] = []  # by which a model is compiled
+
+
+@constant
+def _asked() -> int:
+    """Return the number of the backend by which a model is compiled, while Dynamo traces its call."""
+    _disable_run()
+    backend = backend_of_trace()
+    if backend not in _backends:
+        _backends.append(backend)
+    return _backends.index(backend)
+
+
+# What runs a model's forward, disabled in depth; empty until torch.compile is imported, which is slow.
+_disabled_run: list[Any] = []
+
+
+def _disable_run() -> None:
+    if not _disabled_run and "torch._dynamo" in sys.modules:
+        _disabled_run.append(torch._dynamo.disable(_ModelForward._run))
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -311,14 +311,19 @@ def again(view: View) -> Iterator[None]:
 
 
 def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that backward may call again, outside of the view."""
+    """Return a function that backward may call again, outside of the view: with the same blocks compiled."""
+    backend_of = view.backend_of
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if current_view() is view:
             return function(*args, **kwargs)
-        with again(view):
-            return function(*args, **kwargs)
+        before, view.backend_of = view.backend_of, backend_of
+        try:
+            with again(view):
+                return function(*args, **kwargs)
+        finally:
+            view.backend_of = before
 
     return run
 

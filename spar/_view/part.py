@@ -331,16 +331,24 @@ def memory_order(x: Tensor) -> list[int]:
 def in_order_of(out: Tensor, x: Tensor) -> Tensor:
     """Return a contiguous tensor with its dims in memory as those of x, as it would be in one process."""
     order = memory_order(x)
-    if order == sorted(order):
-        return out
-    dense = out.permute(order).clone(memory_format=torch.contiguous_format)
+    return out if order == sorted(order) else in_memory_order(out, order)
+
+
+def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a copy without gaps whose dims are in this order in memory, the outermost first."""
+    dense = x.permute(list(order)).clone(memory_format=torch.contiguous_format)
     return dense.permute([order.index(dim) for dim in range(len(order))])
 
 
 def part_of(x: Any) -> Part | None:
     """Return which part of a whole tensor x is; None if it is whole, or no tensor."""
-    shard: Shard | None = getattr(x, _SHARD, None) if isinstance(x, Tensor) else None
+    shard = shard_of(x)
     return None if shard is None else shard.part
+
+
+def shard_of(x: Any) -> Shard | None:
+    """Return what a tensor is; None if it is whole, or no tensor."""
+    return getattr(x, _SHARD, None) if isinstance(x, Tensor) else None
 
 
 def has_part(*values: Any) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import isnan, nan, prod
 from typing import Any, NamedTuple
@@ -37,6 +37,17 @@ class RanWhole(NamedTuple):
         return f"{self.function} at {self.place}{times}"
 
 
+class RanEagerly(NamedTuple):
+    """Blocks of a class that torch.compile was to compile, and that run eagerly."""
+
+    block: str
+    reason: str
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.block} x{self.blocks}: {self.reason}"
+
+
 class Report:
     """Of the first forward.
 
@@ -44,10 +55,12 @@ class Report:
         share: the multiply-adds of this rank inside blocks, as a share of one process's; nan if none ran, as
             before the first forward.
         functions: those that ran whole on each rank, with the line of the model that called each.
+        eager: blocks that torch.compile was to compile in a later forward, and why they run eagerly.
     """
 
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
+        self._eager: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # blocks, by their identity
         self.warned = False
         self._convolved_whole = False  # images or videos, in a block
         # By whether it is inside blocks: multiply-adds of this rank, and of the whole.
@@ -56,6 +69,10 @@ class Report:
     @property
     def functions(self) -> list[RanWhole]:
         return [RanWhole(*key, count) for key, count in self._whole.items()]
+
+    @property
+    def eager(self) -> list[RanEagerly]:
+        return [RanEagerly(*key, len(blocks)) for key, blocks in self._eager.items()]
 
     @property
     def share(self) -> float:
@@ -72,6 +89,9 @@ class Report:
 
     def ran_whole(self, name: str, in_block: bool) -> None:
         self._whole[name, place_of_caller(), in_block] += 1
+
+    def add_eager(self, block: torch.nn.Module, reason: str) -> None:
+        self._eager[type(block).__name__, reason].add(id(block))
 
     def count(self, name: str, args: Any, kwargs: dict[str, Any], in_block: bool) -> None:
         """Add the multiply-adds of a function that runs whole."""
@@ -90,6 +110,7 @@ class Report:
         lines = [f"this rank {shares}"]
         if self._convolved_whole and self.share > 0.9:
             lines.append('  for rows of images or videos, pass blocks=[""] to spar.shard_model')
+        lines += [f"  eager, not compiled: {each}" for each in self.eager]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _disabled_torch_dispatch_impl, _disabled_torch_function_impl
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
 from .call import FunctionCall, Plan
@@ -26,6 +27,7 @@ from .part import Part, changed, mark, part_of, tensors_in
 from .spans_mask import SpansMask
 
 _ORDINARY = (Tensor, Parameter)
+_OF_TRACES = (FakeTensor, FunctionalTensor)  # in which AOTAutograd wraps the ordinary ones
 _TENSOR = "torch.distributed.tensor"
 # Functions of torch.distributed that return their tensors, or convert them from and to DTensors.
 _FSDP_HOOKS = ("RegisterPreBackwardFunction", "RegisterPostBackwardFunction")
@@ -65,7 +67,7 @@ def computes(*values: Any) -> bool:
     """Whether an argument is of a subclass with code of its own below the view."""
     return any(
         type(x).__torch_dispatch__ is not _disabled_torch_dispatch_impl
-        and not (is_distributed(x) or isinstance(x, (FakeTensor, SpansMask)))
+        and not (is_distributed(x) or isinstance(x, (*_OF_TRACES, SpansMask)))
         for x in tensors_in(*values)
         if type(x) not in _ORDINARY
     )

@@ -42,6 +42,11 @@ rename_
 MEMORY = frozenset(_MEMORY_NAMES.split())
 
 Around = Callable[[], AbstractContextManager[None]]
+BackendOf = Callable[[torch.nn.Module], Any]  # of torch.compile, for a block; None: it runs eagerly
+
+
+def eagerly(block: torch.nn.Module) -> None:
+    """Say that a block is not compiled."""
 
 
 class View(Mode, TorchFunctionMode):
@@ -64,6 +69,7 @@ class View(Mode, TorchFunctionMode):
         self._aliases, self._given = Aliases(), Given(())
         self.has_run_outside = False  # whether a block ran, in no forward of the model
         self.recording = True  # in the first forward
+        self.backend_of: BackendOf = eagerly  # in this forward
 
     # ---- what a model's hooks call ----
 

@@ -132,3 +132,31 @@ def test_functions_of_single_elements(pool: Ranks) -> None:
 
 def test_uses_of_experts(pool: Ranks) -> None:
     pool(3, check_uses)
+
+
+def check_compiled(rank: int, world: int, group: Group, name: str) -> None:
+    """Layers share a graph; one whose experts differ otherwise than by weights has its own."""
+    for differs in (False, True):
+        torch._dynamo.reset()
+        kind, changes = TYPES[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**(SMALL | changes | {"num_hidden_layers": 3}))
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.set_experts_implementation("batched_mm")
+        if differs:
+            model.model.layers[1].mlp.experts.act_fn = nn.ReLU()
+        whole = copy.deepcopy(model)
+        report = spar.shard_model(model, group)
+        model.compile(backend="aot_eager")
+        for length in (29, 29, 23):
+            for each in (model, whole):
+                each.zero_grad()
+            check_equal(model, whole, tokens(length), group, f"{name}, compiled")
+        assert not report.eager, report.eager
+        kinds = vars(model)["_spar_view"].compiled.kinds.values()
+        assert sum(kind.graphs for kind in kinds) == 2 * (1 + differs)  # two lengths
+
+
+@pytest.mark.compiler
+def test_compiled_layers_share_a_graph_of_their_experts(ranks: Ranks) -> None:
+    ranks(2, check_compiled, "qwen3_moe")

@@ -146,12 +146,12 @@ def _method_of_spans(part: Part, keys: Part, spans: Spans, heads: tuple[int, int
     method = method_of(part, keys)
     if method is not None or keys is not part or len(part.lengths) > 1 or part.parts.state is not None:
         return method
-    most_keys, excess = spans.remember(("reach", part.sizes), lambda: _reach(spans, part.sizes))
+    most_keys, excess = spans.remember(("reach", part.sizes), lambda: reach_of(spans, part.sizes))
     moved_by_heads = part.tokens / part.parts.world * (1 - 1 / part.parts.world) * (heads[0] / heads[1] + 1)
     return "gather" if most_keys < moved_by_heads and excess < _EVEN_ENOUGH else None
 
 
-def _reach(spans: Spans, sizes: Sequence[int]) -> tuple[int, float]:
+def reach_of(spans: Spans, sizes: Sequence[int]) -> tuple[int, float]:
     """Return how many keys of others a rank needs at most, and the largest share of pairs, in equal shares.
 
     sizes: of the ranks' runs, of queries and of keys.

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a sharded model that run as torch.compile's code, where the user asked for that.
+
+torch.compile cannot trace a view, and need not: it traces the block's own code on hollow tensors, of whole
+shapes, and `tracing` makes code for this rank's parts of the graph. What cannot be compiled runs eagerly, for
+a reason that the report has: so do all ranks, which agree on each new graph. The model's first forward is
+eager, and fills the report.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C._functorch import maybe_current_level
+from torch._guards import detect_fake_mode
+from torch.compiler import is_dynamo_compiling
+
+from .._exchange.watch import _dispatch_modes
+from ..ops.gather import all_gather
+from .backends import Backend, compiled_by
+from .experts import Numbers, allow_in_graph
+from .hollow import Hollows, dense, dense_strides, is_hollow, local_of, order_of
+from .part import Shard, changed, mark, part_of, shard_of, tensors_in
+from .spans_mask import SpansMask
+from .tracing import MaskShape, Refused, Traced, compiling
+from .view import View, without_view
+
+_hollows = Hollows()
+_KNOWN = frozenset({"_spar_shard", "_spar_even"})  # attributes of parts, which hollow tensors need not have
+
+
+class Disagreed(Exception):
+    """Another rank could not compile a block."""
+
+
+class CompiledBlocks:
+    """What torch.compile made of a sharded model's blocks.
+
+    Attributes:
+        experts: the forwards of modules of experts, whose `number` graphs have.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.experts: dict[nn.Module, Any] = {}
+        self.numbers = Numbers()
+        self.kinds: dict[Any, _Kind] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlocks:
+        made = CompiledBlocks(copy.deepcopy(self.view, memo))
+        made.experts = copy.deepcopy(self.experts, memo)
+        return made
+
+    def run(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a block's own forward in the view: compiled if the user asked for it, and if it can be."""
+        view = self.view
+        backend = None if view._aliases.any_stale else view.backend_of(block)
+        if backend is None:
+            return own(*args, **kwargs)
+        kind = self.kinds.get((backend, _code(own)))
+        if kind is None:
+            allow_in_graph()
+            kind = self.kinds[backend, _code(own)] = _Kind(view, backend, self.numbers)
+        tensors = tensors_in(args, kwargs)
+        shards = tuple([shard_of(x) or isinstance(x, SpansMask) for x in tensors])
+        is_of_parts = any(isinstance(shard, Shard) for shard in shards)
+        if kind.reason or block in kind.reasons or not is_of_parts or _is_watched():
+            return own(*args, **kwargs)
+        if names := {name for x in tensors if shard_of(x) for name in vars(x)} - _KNOWN:
+            kind.refuse(block, f"an argument has the attribute {min(names)}")
+            return own(*args, **kwargs)
+        entry = kind.entry(block, shards)
+        if entry is None:
+            return own(*args, **kwargs)
+        for module in block.modules() if self.experts else ():
+            if module in self.experts:
+                experts = self.experts[module]
+                experts.number = self.numbers.number(module, experts.own)
+        return entry.call(block, own, args, kwargs)
+
+
+def backend_of(asked: Backend | None, block: nn.Module) -> Backend | None:
+    """Return by which backend a block is compiled; asked: the model's."""
+    made = vars(block).get("_compiled_call_impl")
+    return asked if made is None else compiled_by(made)
+
+
+def _is_watched() -> bool:
+    """Whether a mode in the view, or a transform, is to see the functions of a block."""
+    newest = _get_function_stack_at(_len_torch_function_stack() - 1)
+    return not isinstance(newest, View) or bool(_dispatch_modes()) or maybe_current_level() is not None
+
+
+def _code(own: Any) -> Any:
+    """Return what blocks of one class share."""
+    function = getattr(own, "__func__", own)
+    return getattr(function, "__code__", function)
+
+
+class _Kind:
+    """Blocks of one class, for one backend.
+
+    Attributes:
+        reason: why none of them is compiled any more; empty if some are.
+        reasons: of blocks, why they are not.
+    """
+
+    def __init__(self, view: View, backend: Backend, numbers: Numbers) -> None:
+        self.view, self.backend, self.numbers = view, backend, numbers
+        self.reason, self.reasons = "", dict[nn.Module, str]()
+        self._entries: dict[Any, _Entry] = {}  # by what the arguments are
+
+    @property
+    def graphs(self) -> int:
+        return sum(entry.graphs for entry in self._entries.values())
+
+    def entry(self, block: nn.Module, shards: Any) -> _Entry | None:
+        """Return the code for arguments that are these parts; None if there is too much."""
+        found = self._entries.get(shards)
+        if found is None:
+            most: int = torch._dynamo.config.recompile_limit
+            if len(self._entries) >= most:
+                self.view.report.add_eager(block, f"its arguments are of more than {most} lengths or layouts")
+                return None
+            found = self._entries[shards] = _Entry(self, len(self._entries))
+        return found
+
+    def refuse(self, block: nn.Module, reason: str, *, for_all: bool = False) -> None:
+        """Let a block run eagerly from now on; all, where none of two was compiled."""
+        self.reasons[block] = reason
+        self.view.report.add_eager(block, reason)
+        if for_all or (len(self.reasons) > 1 and not self.graphs):
+            self.reason = reason
+
+
+class _Entry:
+    """The code of blocks of one class, for arguments that are these parts.
+
+    Dynamo keeps several graphs of it, by its guards.
+
+    Attributes:
+        graphs: how many were made.
+    """
+
+    def __init__(self, kind: _Kind, number: int) -> None:
+        self.kind, self.view = kind, kind.view
+        self.graphs = 0
+        self._is_new = False  # whether a graph was made, of which the ranks have not agreed yet
+        self._runs = False  # whether compiled code runs, whose errors are the user's
+        self._inputs: set[int] = set()  # of the graph that is being made, by identity
+        self._compiled: Any = torch.compile(
+            _of_its_own(_run, number),
+            backend=self._make,
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": self._check_guards},
+        )
+
+    # ---- a call ----
+
+    def call(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        used: dict[int, Tensor] = {}
+        containers: list[tuple[Any, Any]] = []
+
+        def hollow(x: Tensor) -> Tensor:
+            if shard_of(x) is None and not isinstance(x, SpansMask):
+                return x
+            if id(x) not in used:
+                used[id(x)] = _hollows.take(x)
+            return used[id(x)]
+
+        self._runs = False
+        try:
+            with without_view(), compiling():
+                out = self._compiled(own, *[_copied(hollow, x, containers) for x in (args, kwargs)])
+        except Exception as error:
+            if self._runs:
+                raise
+            self._fail(block, error)
+            return own(*args, **kwargs)
+        out = changed(local_of, out)
+        _carry_back(containers)
+        self._release(block, used)
+        return out
+
+    def _fail(self, block: nn.Module, error: Exception) -> None:
+        """Let a block run eagerly; and all others, where a rank has code for it and another has not."""
+        differs = isinstance(error, Disagreed)
+        if not differs:
+            self._is_new = False
+            with without_view():
+                differs = _agree(self.view, False)
+        self.kind.refuse(block, _reason_of(error), for_all=differs)
+
+    def _release(self, block: nn.Module, used: dict[int, Tensor]) -> None:
+        """Give hollow tensors back; where a block keeps one, as in an attribute, it gets the part instead."""
+        while used:
+            hollow = used.popitem()[1]
+            if sys.getrefcount(hollow) > 2:
+                gc.collect()
+            if sys.getrefcount(hollow) == 2:
+                _hollows.give_back(hollow)
+                continue
+            _replace_everywhere(hollow, local_of(hollow))
+            if sys.getrefcount(hollow) > 2:
+                raise self.view.error(
+                    type(block).__name__, "keeps an argument where spar cannot find it", "do not compile it"
+                )
+            self.kind.refuse(block, "it keeps an argument")
+
+    # ---- a graph ----
+
+    def _check_guards(self, guards: Any) -> list[bool]:
+        """Say which guards count; refuse a graph that depends on a tensor which is no argument and no input.
+
+        Such a tensor could be a part in a later call: no run would see that.
+        """
+        for guard in guards:
+            x = guard.value
+            if guard.guard_type != "TENSOR_MATCH" or not isinstance(x, Tensor):
+                continue
+            if not (isinstance(x, nn.Parameter) or is_hollow(x) or id(x) in self._inputs):
+                raise Refused(f"it depends on the shape of {guard.name}, which is no argument")
+        # The forward of a layer's experts is another object in each, whose attributes have their own guards.
+        return [
+            guard.guard_type != "CLOSURE_MATCH" or not hasattr(type(guard.value), "is_like_others")
+            for guard in guards
+        ]
+
+    def _make(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        """Make code of a graph that Dynamo recorded: the backend that Dynamo calls."""
+        inputs = _Inputs(graph, examples)
+        self._inputs = inputs.identities
+        view = self.view
+        traced = Traced(graph, view, inputs.shards, inputs.masks, self.kind.numbers)
+        code = self.kind.backend.make(traced, inputs.fakes)
+        known = {each.function for each in view.report.functions if each.in_block}
+        # Dynamo may trace the functions of an autograd Function, which ran whole by its name.
+        if all(map(_is_of_torch, known)) and (new := sorted(traced.ran_whole - known)):
+            raise Refused(f"only compiled these would run whole: {', '.join(new)}")
+        context: Any = torch._guards.TracingContext.get()
+        infos = context.fw_metadata.input_info
+        written = [i for i, info in enumerate(infos) if info.mutates_data or info.mutates_metadata]
+        self.graphs += 1
+        self._is_new = True
+        results = traced.results
+
+        def run(*given: Any) -> Any:
+            local = inputs.local(given)
+            if self._is_new:
+                self._is_new = False
+                if not _agree(view, True):
+                    raise Disagreed("another rank could not compile it")
+            self._runs = True
+            before = [local[i] for i in written]
+            inputs.make_dense(local)
+            if written:
+                _check_overlap(local, written)
+            out = code(*local)
+            for i, x in zip(written, before, strict=True):
+                if local[i] is not x:
+                    x.copy_(local[i])
+                view.note_written([x])
+            for x, shard in zip(out, results, strict=True):
+                if shard is not None:
+                    mark(x, shard.part)
+            return out
+
+        return run
+
+
+def _agree(view: View, is_compiled: bool) -> bool:
+    """Return whether all ranks have compiled a block; to one that has not, whether any has. Collective."""
+    flag = torch.tensor([is_compiled], device=view.parts.device)
+    found = all_gather(flag, view.parts.group).tolist()
+    return all(found) if is_compiled else any(found)
+
+
+def _run(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a block's own forward: what Dynamo traces. Whoever else ran it would read hollow tensors."""
+    if not is_dynamo_compiling():
+        raise Refused("torch.compile is turned off, or skipped it")
+    return own(*args, **kwargs)
+
+
+def _is_of_torch(name: str) -> bool:
+    return any(hasattr(owner, name) for owner in (torch, Tensor, nn.functional))
+
+
+def _of_its_own(function: types.FunctionType | Any, number: int) -> Any:
+    """Return a copy of a function with code of its own: Dynamo counts and finds graphs by the code."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+    return types.FunctionType(code, function.__globals__)
+
+
+class _Inputs:
+    """The inputs of a graph: which are parts or masks, and what AOTAutograd traces it with.
+
+    Attributes:
+        identities: of the tensors with which Dynamo traced.
+        shards: what each is; None if it is whole.
+        fakes: of local shapes, for the trace.
+        masks: those that are masks of spans.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, examples: list[Any]) -> None:
+        self.identities: set[int] = set()
+        self.shards: list[Shard | None] = []
+        self.fakes: list[Any] = []
+        self.masks: dict[int, MaskShape] = {}
+        self._orders: dict[int, Any] = {}  # of parts: their dims in memory
+        self._others: list[int] = []  # which are neither arguments that are parts, nor parameters
+        fake_mode = detect_fake_mode(examples)
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for i, (node, example) in enumerate(zip(nodes, examples, strict=True)):
+            real = getattr(node.meta.get("grapharg"), "example", None)
+            if not isinstance(real, Tensor):
+                raise Refused(f"it computes with {node.name}, of which a graph has no value")
+            self.identities.add(id(real))
+            if is_hollow(real):
+                self._add_argument(i, local_of(real), fake_mode)
+                continue
+            if part_of(real) is not None:
+                raise Refused(f"it reads {node.name}, a part, otherwise than by an argument")
+            self.shards.append(None)
+            self.fakes.append(example)
+            if not isinstance(real, nn.Parameter):
+                self._others.append(i)
+
+    def _add_argument(self, i: int, x: Any, fake_mode: Any) -> None:
+        if isinstance(x, SpansMask):
+            spans = x._elements.spans
+            if spans is None or x.dtype != torch.bool:
+                raise Refused("it gets a mask of floats, or one whose elements were changed")
+            self.shards.append(None)
+            self.masks[i] = MaskShape(spans, x.shape, x.device)
+            self.fakes.append(fake_mode.from_tensor(spans.ends, static_shapes=True))
+            return
+        self.shards.append(shard_of(x))
+        self._orders[i] = order = order_of(x)
+        with fake_mode:
+            fake = torch.empty_strided(
+                x.shape, dense_strides(x.shape, order), dtype=x.dtype, device=x.device
+            ).requires_grad_(x.requires_grad)
+            if x.requires_grad:
+                with torch.enable_grad():
+                    fake = fake.clone()
+        self.fakes.append(fake)
+
+    def local(self, given: Any) -> list[Any]:
+        """Return the local tensors of a call, in the place of hollow ones."""
+        for i in self._others:
+            if part_of(given[i]) is not None:
+                raise Refused("it reads a part otherwise than by an argument")
+        local = [*given]
+        for i in self._orders:
+            local[i] = local_of(given[i])
+        for i in self.masks:
+            local[i] = local_of(given[i])._elements.spans.ends
+        return local
+
+    def make_dense(self, local: list[Any]) -> None:
+        """Let parts lie in memory as the code expects them."""
+        for i, order in self._orders.items():
+            local[i] = dense(local[i], order)
+
+
+def _check_overlap(local: list[Any], written: list[int]) -> None:
+    memories: dict[int, int] = {}
+    for x in local:
+        memory = x.untyped_storage()._cdata
+        memories[memory] = memories.get(memory, 0) + 1
+    if any(memories[local[i].untyped_storage()._cdata] > 1 for i in written):
+        raise Refused("it changes one of two arguments that share memory")
+
+
+# ---- what a block does with its arguments ----
+
+
+def _copied(function: Callable[[Tensor], Any], value: Any, containers: list[tuple[Any, Any]]) -> Any:
+    """Return a nested value as `changed` does, with lists and dicts that the caller's code may change."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_copied(function, entry, containers) for entry in value])
+    if kind is list:
+        made: Any = [_copied(function, entry, containers) for entry in value]
+    elif kind is dict:
+        made = {key: _copied(function, entry, containers) for key, entry in value.items()}
+    else:
+        return changed(function, value)
+    containers.append((value, made))
+    return made
+
+
+def _carry_back(containers: list[tuple[Any, Any]]) -> None:
+    """Let each of the caller's lists and dicts have what the block left in the copy that it got."""
+    while containers:
+        before, now = containers.pop()
+        if isinstance(before, list):
+            if len(before) != len(now) or any(local_of(b) is not a for a, b in zip(before, now, strict=True)):
+                before[:] = changed(local_of, now)
+        elif list(before) != list(now) or any(local_of(now[key]) is not x for key, x in before.items()):
+            made = changed(local_of, now)
+            before.clear()
+            before.update(made)
+
+
+def _replace_everywhere(hollow: Tensor, x: Tensor) -> None:
+    """Put a part in the place of a hollow tensor in dicts, as of attributes, and in lists."""
+    for holder in gc.get_referrers(hollow):
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if value is hollow]:
+                holder[key] = x
+        elif isinstance(holder, list):
+            holder[:] = [x if value is hollow else value for value in holder]
+
+
+def _reason_of(error: BaseException) -> str:
+    while (inner := getattr(error, "inner_exception", None)) is not None:
+        error = inner
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "a size or a seed is known from values alone, as that of attention with dropout"
+    first = str(error).strip().partition("\n")[0][:300]
+    return first if isinstance(error, (Refused, Disagreed)) else f"{type(error).__name__}: {first}"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trace a block's graph of whole shapes under the view, for code that computes on this rank's parts.
+
+Dynamo has recorded the block's torch functions on hollow tensors. AOTAutograd traces `Traced`, which runs
+these functions on local tensors by the view's rules: the code is of local operators and exchanges.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+
+from .._attention.spans import Spans
+from .._tracing import constant
+from .outside import intercepted
+from .part import has_part, mark, shard_of, tensors_in, whole_shape
+from .rules.attention import reach_of
+from .spans_mask import mask_of
+from .view import View, without_view
+from .whole import run_whole
+
+
+class _Traces(threading.local):
+    is_active = False  # whether this thread compiles a block
+
+
+_traces = _Traces()
+
+
+@constant
+def is_traced() -> bool:
+    """Whether Dynamo traces a block for its view: others run whole. It calls this while it traces."""
+    return _traces.is_active
+
+
+class Refused(Exception):
+    """A block is not compiled, for a reason that is for the user to know."""
+
+
+class MaskShape(NamedTuple):
+    """A mask of spans among the inputs of a graph, which gets the spans' ends in its place."""
+
+    spans: Spans
+    shape: torch.Size
+    device: torch.device
+
+
+class Traced(nn.Module):
+    """A block's graph, run under the view.
+
+    Attributes:
+        shards: what each input is; None if it is whole.
+        masks: those inputs that are masks of spans.
+        leaves: what functions that stand for others in the graph look up.
+        results: what each result of the newest run is.
+        runs: how often it was run.
+        ran_whole: the names of functions that ran whole.
+    """
+
+    def __init__(
+        self,
+        graph: torch.fx.GraphModule,
+        view: View,
+        shards: Sequence[Any],
+        masks: dict[int, MaskShape],
+        leaves: Any,
+    ) -> None:
+        super().__init__()
+        self.graph, self.view, self.shards, self.masks, self.leaves = graph, view, shards, masks, leaves
+        self.results: list[Any] = []
+        self.runs = 0
+        self.ran_whole: frozenset[str] = frozenset()
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        self.runs += 1
+        given = list(inputs)
+        for i, mask in self.masks.items():
+            given[i] = mask_of(_TracedSpans(given[i], mask.spans), mask.shape, mask.device)
+        for x, shard in zip(given, self.shards, strict=True):
+            if shard is not None:
+                mark(x, shard.part)
+        view = TracingView(self.view, self.leaves)
+        with intercepted(view), view, torch.fx.traceback.preserve_node_meta():
+            out = _Run(self.graph, view).run(*given)
+        out = [view.check_stale("a compiled block", x) if isinstance(x, Tensor) else x for x in out]
+        self.results = [shard_of(x) for x in out]
+        self.ran_whole = frozenset(each.function for each in view.report.functions)
+        return tuple(out)
+
+
+class TracingView(View):
+    """The view of one trace: its plans and aliases are of traced tensors, and end with it.
+
+    Attributes:
+        leaves: what functions that stand for others in a graph look up.
+    """
+
+    def __init__(self, view: View, leaves: Any) -> None:
+        super().__init__(view.parts, False, view.around)
+        self.blocks, self.leaves = 1, leaves
+
+
+class _Run(torch.fx.Interpreter):
+    """Runs a graph of torch functions in a view."""
+
+    def __init__(self, graph: torch.fx.GraphModule, view: TracingView) -> None:
+        super().__init__(graph)
+        self.view = view
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a function, and compare what it returns with what one process has, by its shape and dtype."""
+        out = super().run_node(n)
+        if n.op == "placeholder":
+            return out
+        for expected, x in zip(tensors_in(n.meta.get("example_value")), tensors_in(out), strict=False):
+            if list(expected.shape) != whole_shape(x) or expected.dtype != x.dtype:
+                raise Refused(
+                    f"{n.target} returns {x.dtype} of shape {whole_shape(x)}, where one process has "
+                    f"{expected.dtype} of shape {list(expected.shape)}"
+                )
+        return out
+
+    def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _plain(args), _plain(kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        leaf = getattr(target, "_spar_in_view", None)
+        if leaf is not None:
+            return leaf(self.view, *args, **kwargs)
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        if not has_part(args, kwargs):
+            with without_view():
+                return target(*args, **kwargs)
+        if target.name() == "autograd_function_apply":
+            run = functools.partial(target, *args[:2], **kwargs)
+            with without_view():
+                return run_whole(self.view.parts, self.view._aliases, target.name(), run, args[2:], {})
+        raise Refused(f"the operator {target.name()} of parts")
+
+
+class _TracedSpans(Spans):
+    """Spans without values, of a trace; what a plan decides by the values it reads of those of the call."""
+
+    def __init__(self, ends: Tensor, real: Spans) -> None:
+        self.ends, self.keys, self._made = ends, real.keys, {}
+        self._real = real
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        if not (isinstance(key, tuple) and key[0] == "reach"):
+            raise Refused("a mask whose values decide what is exchanged")
+        with torch.utils._python_dispatch._disable_current_modes():
+            return reach_of(self._real, key[1])
+
+
+class compiling:
+    """torch.compile as by default, in a view, which turns it off; and without torch's fast attention."""
+
+    def __enter__(self) -> None:
+        self._stance = torch.compiler.set_stance("default")
+        self._is_fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._was_active, _traces.is_active = _traces.is_active, True
+
+    def __exit__(self, *_: object) -> None:
+        _traces.is_active = self._was_active
+        torch.backends.mha.set_fastpath_enabled(self._is_fast)
+        self._stance.__exit__(None, None, None)
+
+
+def _plain(value: Any) -> Any:
+    """Return lists, dicts and tuples in place of those of torch.fx, which cannot be changed."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return tuple([_plain(entry) for entry in value]) if type(value) is tuple else value

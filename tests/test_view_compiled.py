@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled blocks of a view: equal to one process, or run eagerly for a reason that the report has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers import compiled_blocks as blocks
+from helpers.compiled_blocks import BACKEND, Block, Compared, Net, inputs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import spar
+from spar._view import backends
+
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
+Group = dist.ProcessGroup
+
+
+def of(kind: Any, net: Any = Net, **options: Any) -> Callable[[], nn.Module]:
+    return functools.partial(net, functools.partial(kind, **options))
+
+
+RIGHT = {
+    "block": of(Block),
+    "causal": of(Block, causal=True),
+    "a branch on the length": of(blocks.ByLength),
+    "strides": of(blocks.ByStrides),
+    "a number of a tensor": of(blocks.ByItem),
+    "positions": of(blocks.Positions),
+    "a counter": of(blocks.Counter),
+    "buffers": of(blocks.Running),
+    "keeps its result": of(blocks.KeepsOutput, blocks.KeepingNet),
+    "changes its argument": of(blocks.InPlace, blocks.InPlaceNet),
+    "returns its argument": of(blocks.Returns, blocks.ReturningNet),
+    "fills": of(blocks.Fills),
+    "dataclasses": of(blocks.OfDataclasses, blocks.DataclassNet),
+    "a list that grows": of(blocks.Appends, blocks.AppendingNet),
+    "an autograd Function": of(blocks.Custom),
+    "functions that run whole": of(blocks.RunsWhole),
+    "pieces": of(blocks.Pieces),
+    "dropout": of(blocks.Dropout),
+    "a checkpoint around blocks": of(Block, blocks.CheckpointAround),
+    "a checkpoint around dropout": of(blocks.Dropout, blocks.CheckpointAround),
+    "a reentrant checkpoint": of(Block, blocks.ReentrantAround),
+    "autocast": of(blocks.AutocastInside),
+}
+BY_LENGTH = ("block", "a branch on the length", "positions", "pieces", "a number of a tensor")
+# With what the report says.
+EAGER = {
+    "a branch on a value": (of(blocks.ByValue), "Data-dependent branching"),
+    "keeps its argument": (of(blocks.KeepsInput, blocks.KeepingNet), "it keeps an argument"),
+    "an attribute of an argument": (
+        of(blocks.Tagged, blocks.TaggedNet),
+        "an argument has the attribute gain",
+    ),
+    "a hook of a gradient": (of(blocks.HooksGradient), "the operator register_hook of parts"),
+    "a checkpoint inside": (of(blocks.CheckpointInside), "the operator tag_activation_checkpoint of parts"),
+}
+
+
+def check_right(rank: int, world: int, group: Group, name: str) -> None:
+    """With two batches and more: what depends on values is no constant of the graph."""
+    compared = Compared(RIGHT[name], group)
+    limit = 0.1 if name == "autocast" else 1e-9
+    for seed in range(3):
+        compared.step(inputs(seed), limit=limit)
+    if name in BY_LENGTH:
+        compared.step(inputs(3, 18))
+        compared.apply(nn.Module.eval)
+        compared.infer(inputs(4))
+    assert compared.graphs and not compared.reasons, compared.reasons
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_compiled_block_is_right(ranks: Ranks, name: str) -> None:
+    ranks(2, check_right, name)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_compiled_blocks_are_right_on_more_ranks(ranks: Ranks, world: int) -> None:
+    ranks(world, check_right, "causal")
+
+
+def check_eager(rank: int, world: int, group: Group, name: str) -> None:
+    make, reason = EAGER[name]
+    compared = Compared(make, group)
+    for seed in range(4):
+        compared.step(inputs(seed))
+    assert reason in compared.reasons, compared.reasons
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_cannot_be_compiled_runs_eagerly_for_a_reason(ranks: Ranks, name: str) -> None:
+    ranks(2, check_eager, name)
+
+
+# ---- how users ask ----
+
+
+def compile_blocks(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend=BACKEND, fullgraph=True)
+
+
+def check_ways(rank: int, world: int, group: Group) -> None:
+    ways: dict[str, tuple[Callable[[Any], Any], int]] = {
+        "nobody": (lambda model: None, 0),
+        "the model": (functools.partial(torch.compile, backend=BACKEND), 1),
+        "the model in place": (lambda model: model.compile(backend=BACKEND), 1),
+        "all blocks": (compile_blocks, 1),
+        "one block": (lambda model: model.blocks[1].compile(backend=BACKEND), 1),
+        "by torch's functions": (lambda model: model.compile(backend="eager"), 1),
+    }
+    for name, (way, graphs) in ways.items():
+        compared = Compared(of(Block), group, way)
+        for seed in range(3):
+            compared.step(inputs(seed))
+        assert compared.graphs == graphs, name
+        compiled, compared.call = compared.call, compared.model
+        if name == "the model":
+            compared.step(inputs(9, 17))  # the model itself is not compiled
+            assert compared.graphs == graphs and compiled is not compared.model
+
+
+def test_a_model_or_its_blocks_are_compiled_as_the_user_asks(ranks: Ranks) -> None:
+    ranks(2, check_ways)
+
+
+def check_alone(rank: int, world: int, group: Group) -> None:
+    torch._dynamo.reset()
+    model = blocks.made(of(Block))
+    spar.shard_model(model, group)
+    torch.compile(model, fullgraph=True, backend=BACKEND)(inputs())
+
+
+def test_a_model_on_one_rank_is_compiled_by_torch_alone(ranks: Ranks) -> None:
+    ranks(1, check_alone)
+
+
+# ---- guards ----
+
+
+def check_layouts(rank: int, world: int, group: Group) -> None:
+    compared, x = Compared(blocks.Joined, group), inputs()
+    for cut in (8, 8, 13, 10, 8, 13):
+        compared.step(x[:, :cut], x[:, cut:])
+    assert compared.graphs > 2 and not compared.reasons
+
+
+def test_one_shape_of_other_layouts_is_another_graph(ranks: Ranks) -> None:
+    ranks(2, check_layouts)
+
+
+def check_attributes(rank: int, world: int, group: Group) -> None:
+    for kind, reason in (
+        (blocks.ReadsMean, "reads a part otherwise than by an argument"),
+        (blocks.ReadsLength, "depends on the shape of own.__self__.shared, which is no argument"),
+    ):
+        compared = Compared(functools.partial(blocks.SharingNet, kind, 20 // world), group)
+        for gives_part in (False, False, True, True, False):
+            compared.apply(lambda model, gives_part=gives_part: setattr(model, "gives_part", gives_part))
+            compared.infer(inputs(total=20))
+        assert reason in compared.reasons, compared.reasons
+
+
+def test_an_attribute_that_becomes_a_part_is_not_taken_for_a_whole_one(ranks: Ranks) -> None:
+    ranks(2, check_attributes)
+
+
+FACTOR = [1.0]
+
+
+class ByGlobal(Block):
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        out: Tensor = super().forward(x) * FACTOR[0]
+        return out
+
+
+def check_guards(rank: int, world: int, group: Group) -> None:
+    compared = Compared(of(ByGlobal), group)
+    for factor in (1.0, 1.0, 2.0, 3.0):
+        FACTOR[0] = factor
+        compared.step(inputs())
+    for frozen in (0, 1, None):
+        compared.apply(
+            lambda model, frozen=frozen: [
+                block.requires_grad_(i != frozen) for i, block in enumerate(model.blocks)
+            ]
+        )
+        compared.step(inputs())
+    compared.apply(nn.Module.eval)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            compared._compare([compared.whole(inputs())], [compared.call(inputs())], 1e-9)
+    assert not compared.reasons
+
+
+def test_guards_of_values_and_modes_hold(ranks: Ranks) -> None:
+    ranks(2, check_guards)
+
+
+# ---- memory that tensors share ----
+
+
+class SlicingNet(Net):
+    """Its block gets a slice of a whole tensor, which the model reads again."""
+
+    reads_again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        y: Tensor = self.blocks[0](x)
+        return self.head(y + x if self.reads_again else y)
+
+
+class Halves(Block):
+    halves = False
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        if self.halves:
+            x.mul_(0.5)
+        out: Tensor = super().forward(x * 1)
+        return out
+
+
+def check_shared(rank: int, world: int, group: Group) -> None:
+    for kind, net in ((blocks.Viewing, blocks.ViewingNet), (blocks.Two, blocks.OverlappingNet)):
+        compared = Compared(of(kind, net), group)
+        for seed in range(3):
+            compared.infer(inputs(seed))
+        assert compared.graphs
+    compared = Compared(functools.partial(SlicingNet, Halves, 1), group)
+    compared.infer(inputs())
+    for model in (compared.model, compared.whole):
+        model.blocks[0].halves = True
+    compared.infer(inputs())
+    assert compared.graphs == 1
+    compared.model.reads_again = True
+    with torch.no_grad(), pytest.raises(RuntimeError, match="was changed in place through another one"):
+        compared.call(inputs())
+
+
+def test_changes_of_arguments_reach_what_shares_their_memory(ranks: Ranks) -> None:
+    ranks(2, check_shared)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.silu(self.norm(self.down(x)))
+        y = torch.nn.functional.interpolate(y, scale_factor=2.0, mode="nearest")
+        return self.up(y) + x
+
+
+def check_images(rank: int, world: int, group: Group) -> None:
+    compared = Compared(Images, group, blocks=[""])
+    x = torch.randn(2, 3, 20, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    orders = torch.contiguous_format, torch.channels_last, torch.contiguous_format
+    for order in orders:
+        compared.step(x.contiguous(memory_format=order))
+    assert compared.graphs and not compared.reasons, compared.reasons
+
+
+def test_a_model_that_is_a_block_is_compiled_in_each_memory_order(ranks: Ranks) -> None:
+    ranks(2, check_images)
+
+
+def check_lengths(rank: int, world: int, group: Group) -> None:
+    compared = Compared(of(Block), group)
+    most = torch._dynamo.config.recompile_limit
+    for total in range(8, 8 + most + 4):
+        compared.infer(inputs(0, total))
+    assert compared.graphs == most
+    assert compared.reasons == f"Block x2: its arguments are of more than {most} lengths or layouts"
+
+
+def test_many_lengths_are_not_compiled_for_ever(ranks: Ranks) -> None:
+    ranks(2, check_lengths)
+
+
+# ---- ranks ----
+
+
+def check_one_fails(rank: int, world: int, group: Group) -> None:
+    def fails(self: Any, *rest: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    own = backends.Backend.make
+    if rank == world - 1:
+        backends.Backend.make = fails  # type: ignore[method-assign]
+    try:
+        compared = Compared(of(Block), group)
+        for seed in range(3):
+            compared.step(inputs(seed))
+    finally:
+        backends.Backend.make = own  # type: ignore[method-assign]
+    expected = "no compiler here" if rank == world - 1 else "another rank could not compile it"
+    assert expected in compared.reasons, compared.reasons
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_cannot_compile_makes_all_run_eagerly(ranks: Ranks, world: int) -> None:
+    ranks(world, check_one_fails)
+
+
+def check_slow(rank: int, world: int, group: Group) -> None:
+    """A rank traces while the others wait for it: tracing must not need them."""
+    import time
+
+    own = backends.Backend.make
+
+    def slow(self: Any, *rest: Any) -> Any:
+        time.sleep(3.0 * rank)
+        return own(self, *rest)
+
+    backends.Backend.make = slow  # type: ignore[method-assign]
+    try:
+        compared = Compared(of(Block), group)
+        for seed in range(2):
+            compared.step(inputs(seed))
+    finally:
+        backends.Backend.make = own  # type: ignore[method-assign]
+    assert compared.graphs == 1
+
+
+def test_a_rank_traces_alone(ranks: Ranks) -> None:
+    ranks(2, check_slow)
+
+
+def check_fails_later(rank: int, world: int, group: Group) -> None:
+    compared = Compared(of(Block), group)
+    for seed in range(2):
+        compared.step(inputs(seed))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("injected")
+
+    if rank == world - 1:
+        handle = compared.model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError if rank == world - 1 else spar.MismatchError, match="injected"):
+        compared.call(inputs())
+    if rank == world - 1:
+        handle.remove()
+    compared.step(inputs(5))
+    assert compared.graphs == 1 and not compared.reasons
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_the_next_forward_is_right(ranks: Ranks) -> None:
+    ranks(2, check_fails_later)
+
+
+def check_off(rank: int, world: int, group: Group) -> None:
+    """Code that runs in torch.compile's place must not get hollow tensors."""
+    compared = Compared(of(Block), group, compile_blocks)
+    torch._dynamo.config.disable = True
+    try:
+        for seed in range(3):
+            compared.step(inputs(seed))
+    finally:
+        torch._dynamo.config.disable = False
+    assert "turned off" in compared.reasons and not compared.graphs
+
+
+def test_a_compiler_that_is_turned_off_leaves_blocks_eager(ranks: Ranks) -> None:
+    ranks(2, check_off)
+
+
+def check_wrapped(rank: int, world: int, group: Group) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    compared = Compared(of(Block), group)
+    wrapped = DistributedDataParallel(compared.model, process_group=group)
+    expected = compared.whole
+    for seed in range(3):
+        for model in (expected, wrapped):
+            model.zero_grad()
+            model(inputs(seed)).square().mean().backward()
+        for a, b in zip(expected.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+    assert compared.graphs == 1
+
+    compared = Compared(of(Block), group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in compared.model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(compared.model, mesh=mesh)
+    for seed in range(3):
+        for model in (compared.whole, compared.model):
+            model.zero_grad()
+            model(inputs(seed)).square().mean().backward()
+        for a, b in zip(compared.whole.parameters(), compared.model.parameters(), strict=True):
+            torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+    assert compared.graphs == 1 and not compared.reasons
+
+
+def test_ddp_and_fsdp_wrap_a_compiled_model(ranks: Ranks) -> None:
+    ranks(2, check_wrapped)
