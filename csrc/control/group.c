@@ -19,7 +19,7 @@ spar_status spar_group_begin(spar_group *g, const spar_deadline *deadline, uint3
     g->waits_ns = 0;
     if (g->links) { /* a far rank may have broken the group */
         spar_links_forget_bytes(g);
-        SPAR_TRY(spar_links_pump(g, 0));
+        SPAR_TRY(spar_group_pump(g, 0));
     }
     spar_status status = spar_group_check(g, g->call + 1, &broken_call);
     if (status == SPAR_PEER_LOST &&
@@ -164,11 +164,6 @@ void spar_group_fail(spar_group *g, spar_status status, const char *text)
     if (g->links)
         spar_links_publish(g, NULL);
     spar_group_end(g);
-}
-
-void spar_group_break(spar_group *g, const char *reason)
-{
-    spar_group_abort(g, SPAR_BROKEN, spar_group_open_call(g), &(spar_ranks){1, {g->rank}}, reason);
 }
 
 /* ---- life ---- */

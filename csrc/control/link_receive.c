@@ -57,14 +57,11 @@ int spar_link_is_awaited(const spar_group *g, int rank)
            (l->left || !spar_has_reached(&g->boxes[rank]->published, g->call));
 }
 
-/* Breaks the group, since a peer does not keep to the protocol: nothing more is read from it. */
+/* A peer that does not keep to the protocol: nothing more is read from it. */
 static spar_status malformed(spar_group *g, int rank)
 {
-    spar_status status =
-        spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d sent a message that belongs to no call", rank);
     spar_link_end_data(&g->links->links[rank]);
-    spar_group_break(g, spar_last_error());
-    return status;
+    return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d sent a message that belongs to no call", rank);
 }
 
 spar_status spar_link_receive(spar_group *g, int rank, int *got)

@@ -9,6 +9,9 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
+pthread_mutex_t spar_links_lock = PTHREAD_MUTEX_INITIALIZER;
+spar_links *spar_links_all;
+
 void spar_link_end_data(spar_link *l)
 {
     spar_close_fd(&l->sockets[SPAR_TCP_DATA]);

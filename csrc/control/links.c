@@ -13,9 +13,6 @@ static const int64_t SECOND_NS = 1000000000;
 
 /* ---- forks ---- */
 
-pthread_mutex_t spar_links_lock = PTHREAD_MUTEX_INITIALIZER;
-spar_links *spar_links_all;
-
 /* A forked child must not hold its parent's connections open. */
 void spar_links_fork(spar_fork_stage stage)
 {

@@ -29,7 +29,8 @@ void spar_links_describe(const spar_group *group);
 void spar_links_end(const spar_group *group);
 void spar_links_break(const spar_group *group);
 
-/* Sends and receives what can be. If nothing can, it waits for that, for at most `wait_ms`. */
+/* Sends and receives what can be. If nothing can, it waits for that, for at most `wait_ms`. Fails if a peer
+ * does not keep to the protocol: the caller breaks the group (spar_group_pump). */
 spar_status spar_links_pump(spar_group *group, int wait_ms);
 
 /* Whether a far rank has reached the current call. */

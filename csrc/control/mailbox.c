@@ -74,6 +74,19 @@ void spar_group_abort(spar_group *g, spar_status status, uint32_t call, const sp
     wake(&g->own->described);
 }
 
+void spar_group_break(spar_group *g, const char *reason)
+{
+    spar_group_abort(g, SPAR_BROKEN, spar_group_open_call(g), &(spar_ranks){1, {g->rank}}, reason);
+}
+
+spar_status spar_group_pump(spar_group *g, int wait_ms)
+{
+    spar_status status = spar_links_pump(g, wait_ms);
+    if (status != SPAR_OK)
+        spar_group_break(g, spar_last_error());
+    return status;
+}
+
 static uint32_t *progress_of(mailbox *box, enum spar_progress which)
 {
     return which == SPAR_PUBLISHED ? &box->published : which == SPAR_DESCRIBED ? &box->described : &box->done;
@@ -192,7 +205,7 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         spar_links_wait();
     }
     if (g->links)
-        SPAR_TRY(spar_links_pump(g, 0));
+        SPAR_TRY(spar_group_pump(g, 0));
     /* first, so that all survivors report a death */
     SPAR_TRY(fail_missing(g, SPAR_PEER_LOST, HUNG_UP, which, call, " died before the end of call %u"));
     SPAR_TRY(spar_group_check(g, call, &broken_call));
@@ -309,7 +322,7 @@ spar_status spar_group_await_far(spar_group *g, enum spar_progress which, uint32
 {
     int64_t polled = spar_now_ns();
     while (!spar_links_reached(g, which)) {
-        SPAR_TRY(spar_links_pump(g, SLICE_NS / 1000000)); /* a network takes longer than to block */
+        SPAR_TRY(spar_group_pump(g, SLICE_NS / 1000000)); /* a network takes longer than to block */
         int64_t now = spar_now_ns();
         if (now - polled >= SLICE_NS || g->news) {
             polled = now;

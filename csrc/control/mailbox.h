@@ -76,6 +76,9 @@ void spar_mailbox_publish(mailbox *own, uint32_t *word, uint32_t value);
 void spar_group_abort(spar_group *group, spar_status status, uint32_t call, const spar_ranks *ranks,
                       const char *reason);
 
+/* Sends to far ranks and receives from them (spar_links_pump); breaks the group if that fails. */
+spar_status spar_group_pump(spar_group *group, int wait_ms);
+
 /* What peers are awaited for. Far ranks: ARRIVED, their bytes are here, and those for them on their way;
  * SENT, the messages for them are on their way. */
 enum spar_progress { SPAR_PUBLISHED, SPAR_DONE, SPAR_DESCRIBED, SPAR_ARRIVED, SPAR_SENT };

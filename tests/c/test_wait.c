@@ -4,6 +4,8 @@
 #define spar_group_await await_of_test
 #define spar_group_await_far await_far_of_test
 #define spar_group_abort abort_of_test
+#define spar_group_break break_of_test
+#define spar_group_pump pump_of_test
 #define spar_group_list list_of_test
 #define spar_group_poll poll_of_test
 #define spar_mailbox_publish publish_of_test
