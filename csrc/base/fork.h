@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The process-wide locks around a fork.
  *
- * Each file with a process-wide lock has a function here:
+ * Each file with a process-wide lock has a function here, which at_fork.c calls:
  * - Locks that are held briefly, around code that never forks, are taken before the fork and released after
  *   it in both processes. What they guard is therefore consistent in the child.
  * - The others (library loading, the GPU watchdog) are initialized again in the child, which lacks the
@@ -16,6 +16,9 @@
 /* Returns a number that differs between a process and its forked children; never 0. Unlike getpid, which
  * takes longer than a small copy, it is no system call. A child is known also if no handler of a fork ran. */
 uint32_t spar_generation(void);
+
+/* Begins the generation of a forked child, in it. */
+void spar_generation_begin(void);
 
 typedef enum { SPAR_FORK_PREPARE, SPAR_FORK_PARENT, SPAR_FORK_CHILD } spar_fork_stage;
 
