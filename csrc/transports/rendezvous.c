@@ -97,27 +97,39 @@ static spar_status await_peer(const spar_comm *comm, int rank, const spar_deadli
     }
 }
 
+/* Keeps the first failure, which does not end the connecting, because peers wait for this rank. Returns
+ * another status than SPAR_OK if the wait must end. */
+static spar_status keep_first(spar_failure *first, spar_status status)
+{
+    if (spar_ends_wait(status))
+        return status;
+    if (first->status == SPAR_OK)
+        spar_failure_keep(first, status);
+    return SPAR_OK;
+}
+
+/* Connects the near peers one after another, then all far ranks at once. */
+static spar_status connect_peers(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
+                                 const spar_deadline *deadline, spar_peer **peers)
+{
+    spar_failure first = {.status = SPAR_OK};
+    for (int rank = 0; rank < comm->world; rank++)
+        if (rank != comm->rank && !spar_is_far(comm, rank))
+            SPAR_TRY(keep_first(&first, await_peer(comm, rank, deadline, &peers[rank])));
+    if (comm->nfar)
+        SPAR_TRY(keep_first(&first, connect_far(comm, group, results, deadline)));
+    return spar_failure_raise(&first);
+}
+
 spar_status spar_rendezvous_end(const spar_comm *comm, spar_group *group, const spar_setup_result *results,
                                 const spar_deadline *deadline)
 {
-    spar_status status = SPAR_OK;
     spar_peer **peers = calloc((size_t)comm->world, sizeof *peers);
     int64_t *offsets = calloc((size_t)comm->world, sizeof *offsets);
-    if (!peers || !offsets)
-        status = spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world);
-    for (int rank = 0; peers && offsets && rank <= comm->world; rank++) { /* after the last, the far ones */
-        int is_near = rank < comm->world && rank != comm->rank && !spar_is_far(comm, rank);
-        if (rank < comm->world)
-            offsets[rank] = results[rank].offset;
-        if (spar_ends_wait(status) || !(is_near || (rank == comm->world && comm->nfar)))
-            continue;
-        spar_failure first;
-        spar_failure_keep(&first, status);
-        spar_status connected = is_near ? await_peer(comm, rank, deadline, &peers[rank])
-                                        : connect_far(comm, group, results, deadline);
-        /* a failure ends no loop: peers wait */
-        status = status != SPAR_OK && !spar_ends_wait(connected) ? spar_failure_raise(&first) : connected;
-    }
+    spar_status status = !peers || !offsets ? spar_fail(SPAR_NO_MEMORY, "no memory for %d peers", comm->world)
+                                            : connect_peers(comm, group, results, deadline, peers);
+    for (int rank = 0; offsets && rank < comm->world; rank++)
+        offsets[rank] = results[rank].offset;
     if (status == SPAR_OK)
         status = spar_group_attach(group, peers, offsets);
     else
