@@ -23,7 +23,8 @@ from distutils.sysconfig import customize_compiler  # isort: skip
 # What of csrc is built for Linux only, and what other systems have instead: the same functions, which say
 # that there is no shared memory. The system is the target's: release/cross.py.
 SYSTEM = sysconfig.get_platform().partition("-")[0]
-LINUX = ("csrc/ipc/", "csrc/control/", "csrc/transports/nccl/")
+LINUX = ("csrc/ipc/", "csrc/control/")
+LINUX += tuple(f"csrc/transports/{name}/" for name in ("cuda", "push", "nccl"))
 LINUX += ("csrc/transports/rendezvous.c", "csrc/transports/shm.c", "csrc/transports/torch.c")
 LEFT_OUT = ("csrc/not_linux/",) if SYSTEM == "linux" else LINUX
 SOURCES = [path for path in sorted(glob("csrc/**/*.c", recursive=True)) if not path.startswith(LEFT_OUT)]

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* In place of transports/shm.c, torch.c and nccl/ on systems other than Linux: rows that say why they cannot
- * serve, to this rank and, where some ranks of a group run on Linux, to those. Torch serves, without
+/* In place of transports/shm.c, torch.c, push/ and nccl/ on systems other than Linux: rows that say why they
+ * cannot serve, to this rank and, where some ranks of a group run on Linux, to those. Torch serves, without
  * mailboxes. */
 #include "transports/nccl/pipeline.h"
 #include "base/fork.h"

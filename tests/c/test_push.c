@@ -8,7 +8,8 @@
 #include "devices/cuda/driver.h"
 #include "../standin/memory.h"
 #include "random_call.h"
-#include "transports/nccl/push.h"
+#include "transports/cuda/watchdog.h"
+#include "transports/push/push.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -293,7 +294,7 @@ static void test_bad_offer(int past)
     __atomic_store_n(&flags[1], 1, __ATOMIC_RELEASE); /* nor does it wait for a signal that may be there */
     EXPECT(spar_cu.StreamSynchronize(stream) == 0);
     EXPECT(__atomic_load_n(push->stop, __ATOMIC_ACQUIRE) == (past ? SPAR_KERNEL_BAD_OFFER + 1 : 0));
-    EXPECT(spar_push_stopped(*push->stop) == (past ? SPAR_TRANSPORT : SPAR_OK));
+    EXPECT(spar_watchdog_stopped(*push->stop) == (past ? SPAR_TRANSPORT : SPAR_OK));
     EXPECT(!past || strcmp(spar_last_error(), "rank 1 offered memory outside of its slot") == 0);
     end(&x, 0, 1);
     int64_t written = 0;

@@ -1,58 +1,63 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of one group's NCCL transport on this rank, shared by its set-up and its calls. */
-#ifndef SPAR_NCCL_STATE_H
-#define SPAR_NCCL_STATE_H
+/* What the transports of CUDA tensors share, nccl and push: a group's state on this rank, its set-up, and
+ * its calls, which are given to a stream. */
+#ifndef SPAR_GPU_STATE_H
+#define SPAR_GPU_STATE_H
 
-#include "transports/nccl/pipeline.h"
-#include "transports/nccl/push.h"
-#include "transports/nccl/watchdog.h"
+#include "transports/cuda/watchdog.h"
 #include "transports/transport.h"
 
 #include <pthread.h>
 
+typedef struct spar_gpu_state spar_gpu_state;
+
+/* How a transport moves the bytes; the device is entered. */
 typedef struct {
+    /* Fails if it cannot make the call; *captured: whether that is captured. */
+    spar_status (*check)(const spar_gpu_state *state, const spar_call *call, int *captured);
+    /* One exchange, into the call's stream, after spar_watchdog_order. */
+    spar_status (*run)(spar_gpu_state *state, const spar_call *call, int captured);
+    /* Frees what the transport's set-up made, in whole or in part. */
+    void (*close)(spar_gpu_state *state);
+} spar_gpu_mover;
+
+/* The first field of a transport's own state. */
+struct spar_gpu_state {
     pthread_mutex_t lock; /* held during a call; protects what follows */
-    pthread_cond_t connected;
-    int refs; /* atomic: held by the comm or its watchdog, and by the thread that sets NCCL up */
+    int refs;             /* atomic: held by the comm or its watchdog, and by a thread of the set-up */
     int ordinal;
-    spar_nccl_id id;
-    spar_pipeline pipeline;
-    spar_push_state *push; /* moves the bytes; NULL: NCCL does */
-    spar_group *group;     /* joins the ranks if all are on one host; else NULL, as is its ring */
+    const spar_gpu_mover *mover;
+    spar_group *group; /* joins the ranks if all are on one host; else NULL, as is its ring */
     spar_ring *ring;
     int compare;
     uint64_t calls;
-    struct ncclComm *own, *native; /* native: torch's, at the set-up */
     spar_watchdog *watchdog;
-    /* The thread that sets NCCL up sets `finished`, with its result. `abandoned`: no thread waits for it. */
-    int finished, abandoned;
-    spar_failure result;
-} spar_nccl_state;
+};
 
 /* Whether no rank has a reason against it in its field at `why_not`; else why. */
-int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
-                     size_t size);
+int spar_gpu_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
+                    size_t size);
 
-/* The stages of the set-up: slots of spar_transport_nccl. */
-spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result);
-spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
-                              const spar_deadline *deadline);
+/* First set-up stage: makes comm->state, of `size` bytes that are 0 otherwise, with its ring. */
+spar_status spar_gpu_setup(spar_comm *comm, const spar_gpu_mover *mover, size_t size,
+                           spar_setup_result *result);
 
-/* Stages that other transports share: the state with its ring, in the first one; in the second one, the ring
- * is connected on all ranks or dropped, then `connect` called, with the device entered, and the watchdog
- * opened. */
-spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spar_nccl_state **state);
-spar_status spar_nccl_connect_state(spar_comm *comm, const spar_setup_result *results,
-                                    const spar_deadline *deadline,
-                                    spar_status (*connect)(spar_comm *comm, const spar_deadline *deadline));
+/* The transport's own part of the second stage. Adds to the target what it has of it. */
+typedef spar_status (*spar_gpu_connecting)(spar_comm *comm, const spar_deadline *deadline,
+                                           spar_watchdog_target *what);
 
-/* Slots of each transport with this state. */
-spar_status spar_nccl_run(spar_comm *comm, spar_call *call);
-spar_status spar_nccl_wait(spar_comm *comm, const spar_deadline *deadline);
-const char *spar_nccl_broken(const spar_comm *comm);
-void spar_nccl_close(spar_comm *comm);
+/* Second set-up stage: connects the ring on all ranks or drops it, calls `connect` with the device entered,
+ * and opens the watchdog. */
+spar_status spar_gpu_connect(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline,
+                             spar_gpu_connecting connect);
 
 /* Drops a reference to the state. The last one frees it, which waits for the device. Returns NULL. */
-void *spar_nccl_release(void *state);
+void *spar_gpu_release(void *state);
+
+/* Slots of both transports. */
+spar_status spar_gpu_run(spar_comm *comm, spar_call *call);
+spar_status spar_gpu_wait(spar_comm *comm, const spar_deadline *deadline);
+const char *spar_gpu_broken(const spar_comm *comm);
+void spar_gpu_close(spar_comm *comm);
 
 #endif

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "transports/nccl/watchdog.h"
+#include "transports/cuda/watchdog.h"
 
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
+#include "devices/cuda/kernels.h"
 #include "base/fork.h"
 #include "base/util.h"
-#include "transports/nccl/push.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -39,9 +39,9 @@ struct spar_watchdog {
     int failed;       /* atomic: broken for good, by the failure */
     spar_failure failure;
     int reported, closing, captured;
-    int revoked;              /* a revocation of the communicator was tried */
-    int busy;                 /* a thread revokes or aborts it */
-    struct ncclComm *aborted; /* what that thread aborts; NULL: it revokes what.comm */
+    int revoked;   /* a revocation of the communicator was tried */
+    int busy;      /* a thread revokes or aborts it */
+    void *aborted; /* what that thread aborts; NULL: it revokes what.comm */
 };
 
 static struct {
@@ -85,11 +85,23 @@ static int is_idle(const spar_watchdog *w)
     return !w->count && !w->inside_ns;
 }
 
+spar_status spar_watchdog_stopped(uint32_t stop)
+{
+    if (!stop || stop == SPAR_STOPPED)
+        return SPAR_OK;
+    int is_bad = stop >= SPAR_KERNEL_BAD_OFFER, rank = (int)stop - (is_bad ? SPAR_KERNEL_BAD_OFFER : 1);
+    return is_bad ? spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d offered memory outside of its slot", rank)
+                  : spar_fail_rank(
+                        SPAR_TIMEOUT, rank,
+                        "on the GPU, rank %d did not send its part of a call or of a graph's replay in time",
+                        rank);
+}
+
 /* A kernel's own limit: replays of graphs are not watched otherwise. */
 static spar_status check_stop(const spar_watchdog *w)
 {
     uint32_t value = w->what.stop ? __atomic_load_n(w->what.stop, __ATOMIC_ACQUIRE) : 0;
-    return spar_push_stopped(value);
+    return spar_watchdog_stopped(value);
 }
 
 static spar_status check_limits(const spar_watchdog *w)
@@ -112,7 +124,7 @@ static spar_status check_limits(const spar_watchdog *w)
 static spar_status check_all(const spar_watchdog *w)
 {
     if (w->what.comm) /* else it is torch's, or about to be freed */
-        SPAR_TRY(spar_nccl_check_async(w->what.comm, "an earlier call of NCCL"));
+        SPAR_TRY(w->what.check(w->what.comm));
     if (!is_idle(w) && w->what.ring)
         SPAR_TRY(spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call));
     SPAR_TRY(check_limits(w));
@@ -156,9 +168,9 @@ static void *end_kernels(void *watchdog)
     spar_entered before;
     if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
         if (w->aborted)
-            spar_nccl.CommAbort(w->aborted);
+            w->what.abort(w->aborted);
         else
-            spar_nccl.CommRevoke(w->what.comm, 0);
+            w->what.revoke(w->what.comm);
         spar_cuda_leave(&before);
     }
     end_worker(&w->busy);
@@ -179,7 +191,7 @@ static void end_communicator(spar_watchdog *w)
         return;
     if (w->failed && !w->revoked ? inside && w->grace++ < GRACE : !is_idle(w))
         return;
-    int revokes = inside && spar_nccl.CommRevoke && !w->captured;
+    int revokes = inside && w->what.revoke && !w->captured;
     int keeps = w->captured && !w->failed; /* a graph may still be replayed */
     w->aborted = revokes ? NULL : w->what.comm;
     w->busy = !keeps && start_worker(end_kernels, w); /* else the next poll tries again */

@@ -13,19 +13,25 @@
 #define SPAR_WATCHDOG_H
 
 #include "control/ring.h"
-#include "transports/nccl/api.h"
 
 typedef struct spar_watchdog spar_watchdog;
 
 /* What a broken watchdog writes to the word that ends waits. */
 static const uint32_t SPAR_STOPPED = UINT32_MAX;
 
+/* What a kernel wrote to that word, as an error. 0 and SPAR_STOPPED: none. */
+spar_status spar_watchdog_stopped(uint32_t stop);
+
+/* What is watched, and freed when the watchdog has closed. */
 typedef struct {
-    struct ncclComm *comm; /* aborted when the watchdog breaks or closes; NULL: torch's, not touched */
-    int ordinal;           /* device */
-    spar_ring *ring;       /* NULL: the ranks are not all on one host */
-    uint32_t *stop;        /* atomic; ends the waits of a push, or one has set it (kernels.cu); NULL: none */
-    void *(*release)(void *context); /* frees what the calls use, when all have ended; on its own thread */
+    int ordinal;     /* device */
+    spar_ring *ring; /* NULL: the ranks are not all on one host */
+    uint32_t *stop;  /* atomic; ends the waits of a push, or one has set it (kernels.cu); NULL: none */
+    void *comm;      /* a communicator, aborted when the watchdog breaks or closes; NULL: none, or torch's */
+    spar_status (*check)(void *comm); /* for an error that it reports after a call has returned */
+    void (*abort)(void *comm);        /* ends its kernels, and frees it */
+    void (*revoke)(void *comm);       /* ends its kernels alone; NULL: its library cannot */
+    void *(*release)(void *context);  /* frees what the calls use, when all have ended; on its own thread */
     void *context;
 } spar_watchdog_target;
 

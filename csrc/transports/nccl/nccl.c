@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* NCCL: sends and receives of device memory, on any number of hosts. setup.c sets a group up, pipeline.h
- * moves the bytes, watchdog.h detects errors, timeouts and deaths without waiting for the device. */
-#include "base/util.h"
+ * moves the bytes. */
 #include "transports/nccl/state.h"
 
 #include <stddef.h>
 #include <stdio.h>
-#include <string.h>
 
 static void probe(spar_peer_info *info)
 {
@@ -14,22 +12,9 @@ static void probe(spar_peer_info *info)
         snprintf(info->no_nccl, sizeof info->no_nccl, "%s", spar_last_error());
 }
 
-int spar_cuda_serves(const spar_peer_info *info, int world, int first_rank, size_t why_not, char *reason,
-                     size_t size)
-{
-    for (int rank = 0; rank < world; rank++) {
-        const char *why = (const char *)&info[rank] + why_not;
-        if (*why) {
-            snprintf(reason, size, "rank %d: %.95s", first_rank + rank, why);
-            return 0;
-        }
-    }
-    return 1;
-}
-
 static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
 {
-    if (!spar_cuda_serves(info, world, first_rank, offsetof(spar_peer_info, no_nccl), reason, size))
+    if (!spar_gpu_serves(info, world, first_rank, offsetof(spar_peer_info, no_nccl), reason, size))
         return 0;
     if (world == 1)
         snprintf(reason, size, "this process has CUDA and NCCL");
@@ -40,136 +25,54 @@ static int serves(const spar_peer_info *info, int world, int first_rank, char *r
 
 /* ---- a call ---- */
 
-static spar_status check_call(spar_nccl_state *s, const spar_call *call)
+static spar_status check(const spar_gpu_state *gpu, const spar_call *call, int *captured)
 {
-    if (call->failed != SPAR_OK)
-        return spar_fail(call->failed, "%s", call->why);
-    if (!call->plan->pull)
-        return spar_fail(SPAR_INTERNAL, "a plan without its pull side");
-    if (s->push)
-        return spar_driver_capture(call->stream, &s->pipeline.capture);
+    const spar_nccl_state *s = (const spar_nccl_state *)gpu;
+    *captured = s->pipeline.capture != 0;
     if (!s->own && !call->native)
         return spar_fail(SPAR_TRANSPORT, "torch's communicator is gone: was the group destroyed?");
     return s->pipeline.prepared == call ? SPAR_OK : spar_fail(SPAR_INTERNAL, "a call that was not prepared");
 }
 
-/* Publishes call n, or that this rank cannot make it, to the ranks of this host. */
-static spar_status publish(const spar_nccl_state *s, uint64_t n, const spar_call *call)
+static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured)
 {
-    const spar_call_header own = {
-        .signature = call->failed == SPAR_OK ? spar_plan_signature(call->plan, call->text) : 0,
-        .forward = call->forward,
-        .status = call->failed,
-    };
-    return s->ring ? spar_ring_begin(s->ring, n, &own, spar_call_describe, call, s->compare) : SPAR_OK;
-}
-
-/* Reports to the peers that this rank cannot make call n. */
-static spar_status fail_alone(spar_nccl_state *s, uint64_t n, const spar_call *call, spar_status status)
-{
-    spar_failure failure;
-    spar_call failed = *call;
-    spar_failure_keep(&failure, status);
-    failed.failed = status;
-    failed.why = failure.text;
-    if (status == SPAR_INTERRUPTED)
-        spar_watchdog_break(s->watchdog, SPAR_BROKEN);
-    else if (publish(s, n, &failed) != SPAR_OK)
-        spar_watchdog_break(s->watchdog, SPAR_MISMATCH);
-    return spar_failure_raise(&failure);
-}
-
-/* Makes call n, which the watchdog has begun. */
-static spar_status make_call(spar_nccl_state *s, uint64_t n, const spar_call *call, int captured)
-{
+    spar_nccl_state *s = (spar_nccl_state *)gpu;
     struct ncclComm *comm = s->own ? s->own : call->native;
-    SPAR_TRY(publish(s, n, call));
-    if (!s->push && !s->own) /* the watchdog does not check torch's communicator */
+    (void)captured; /* the pipeline knows */
+    if (!s->own)    /* the watchdog does not check torch's communicator */
         SPAR_TRY(spar_nccl_check_async(comm, "an earlier call of NCCL"));
-    SPAR_TRY(spar_watchdog_order(s->watchdog, call->stream));
-    spar_status status = s->push ? spar_push_run(s->push, call, captured)
-                                 : spar_pipeline_run(&s->pipeline, call, comm, s->watchdog);
-    spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
-    return reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
+    SPAR_TRY(spar_watchdog_order(gpu->watchdog, call->stream));
+    return spar_pipeline_run(&s->pipeline, call, comm, gpu->watchdog);
 }
 
-static spar_status enqueue(spar_nccl_state *s, const spar_call *call)
+static void close_pipeline(spar_gpu_state *gpu)
 {
-    uint64_t n = ++s->calls;
-    SPAR_TRY(spar_watchdog_check(s->watchdog)); /* why it broke, rather than what followed from it */
-    spar_status status = check_call(s, call);
-    if (status != SPAR_OK)
-        return fail_alone(s, n, call, status);
-    int captured = s->pipeline.capture != 0;
-    SPAR_TRY(spar_watchdog_begin(s->watchdog, n, &call->deadline, captured));
-    status = make_call(s, n, call, captured);
-    if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
-        spar_watchdog_break(s->watchdog, status);
-    spar_status ended = spar_watchdog_end(s->watchdog, call->stream);
-    return status != SPAR_OK ? status : ended;
+    spar_nccl_state *s = (spar_nccl_state *)gpu;
+    if (s->pipeline.memory)
+        spar_pipeline_close(&s->pipeline);
+    pthread_cond_destroy(&s->connected);
 }
 
-spar_status spar_nccl_run(spar_comm *comm, spar_call *call)
-{
-    spar_nccl_state *s = comm->state;
-    spar_entered before;
-    if (!s->watchdog)
-        return spar_fail(SPAR_TRANSPORT, "the group was not set up");
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    pthread_mutex_lock(&s->lock);
-    uint32_t begun = spar_last_call_begin(call->group, call->op, (uint32_t)s->calls + 1);
-    spar_status status = enqueue(s, call);
-    spar_last_call_end(begun, status != SPAR_OK);
-    pthread_mutex_unlock(&s->lock);
-    spar_cuda_leave(&before);
-    return status;
-}
+static const spar_gpu_mover mover = {check, run, close_pipeline};
 
 static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *bytes)
 {
     spar_nccl_state *s = comm->state;
     spar_entered before;
     *bytes = 0;
-    if (!s->watchdog || spar_watchdog_broken(s->watchdog) || !call->plan->pull)
+    if (!s->gpu.watchdog || spar_watchdog_broken(s->gpu.watchdog) || !call->plan->pull)
         return SPAR_OK; /* run reports it */
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    pthread_mutex_lock(&s->lock);
+    SPAR_TRY(spar_cuda_enter(s->gpu.ordinal, &before));
+    pthread_mutex_lock(&s->gpu.lock);
     spar_status status = spar_pipeline_prepare(&s->pipeline, call, bytes);
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&s->gpu.lock);
     spar_cuda_leave(&before);
     return status;
 }
 
-spar_status spar_nccl_wait(spar_comm *comm, const spar_deadline *deadline)
+static spar_status setup(spar_comm *comm, spar_setup_result *result)
 {
-    spar_nccl_state *s = comm->state;
-    spar_entered before;
-    if (!s->watchdog)
-        return spar_fail(SPAR_TRANSPORT, "the group was not set up");
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    spar_status status = spar_watchdog_wait(s->watchdog, deadline);
-    spar_cuda_leave(&before);
-    return status;
-}
-
-const char *spar_nccl_broken(const spar_comm *comm)
-{
-    const spar_nccl_state *s = comm->state;
-    return s->watchdog ? spar_watchdog_broken(s->watchdog) : NULL;
-}
-
-void spar_nccl_close(spar_comm *comm)
-{
-    spar_nccl_state *s = comm->state;
-    comm->state = NULL;
-    if (!s)
-        return;
-    if (s->ring)
-        spar_group_end_calls(s->group); /* to end a communicator may take a second, in which peers may call */
-    if (s->watchdog)
-        spar_watchdog_close(s->watchdog);                  /* it releases once the calls have ended */
-    else if (spar_thread_start(spar_nccl_release, s) != 0) /* it waits for the device and others' calls */
-        spar_nccl_release(s);
+    return spar_nccl_setup(comm, &mover, result);
 }
 
 const spar_transport spar_transport_nccl = {
@@ -177,11 +80,11 @@ const spar_transport spar_transport_nccl = {
     .device = "cuda",
     .probe = probe,
     .serves = serves,
-    .setup = spar_nccl_setup,
+    .setup = setup,
     .connect = spar_nccl_connect,
     .prepare = prepare,
-    .run = spar_nccl_run,
-    .wait = spar_nccl_wait,
-    .broken = spar_nccl_broken,
-    .close = spar_nccl_close,
+    .run = spar_gpu_run,
+    .wait = spar_gpu_wait,
+    .broken = spar_gpu_broken,
+    .close = spar_gpu_close,
 };

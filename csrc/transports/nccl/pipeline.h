@@ -13,10 +13,10 @@
 #ifndef SPAR_PIPELINE_H
 #define SPAR_PIPELINE_H
 
+#include "transports/cuda/watchdog.h"
 #include "transports/nccl/schedule.h"
 #include "devices/cuda/driver.h"
 #include "transports/nccl/api.h"
-#include "transports/nccl/watchdog.h"
 #include "transports/transport.h"
 
 typedef struct {

@@ -6,7 +6,6 @@
 #include "base/env.h"
 #include "base/util.h"
 #include "transports/nccl/state.h"
-#include "transports/rendezvous.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,26 +24,6 @@ typedef struct {
 
 _Static_assert(sizeof(token) <= sizeof(((spar_setup_result *)0)->token), "it travels in the setup result");
 
-void *spar_nccl_release(void *state)
-{
-    spar_nccl_state *s = state;
-    spar_entered before;
-    if (__atomic_sub_fetch(&s->refs, 1, __ATOMIC_ACQ_REL))
-        return NULL;
-    if (spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
-        return NULL; /* the device is gone, with its memory */
-    if (s->pipeline.memory)
-        spar_pipeline_close(&s->pipeline);
-    spar_push_close(s->push);
-    spar_ring_close(s->ring);
-    spar_group_close(s->group);
-    spar_cuda_leave(&before);
-    pthread_cond_destroy(&s->connected);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
-    return NULL;
-}
-
 static spar_status make(spar_nccl_state *s, const spar_comm *comm, token *own)
 {
     spar_env_value most;
@@ -61,43 +40,16 @@ static spar_status make(spar_nccl_state *s, const spar_comm *comm, token *own)
     return SPAR_OK;
 }
 
-/* Opens the ring if all ranks share this host. It is optional: *offset is -1 without one. */
-static void open_ring(spar_nccl_state *s, const spar_comm *comm, int64_t *offset)
-{
-    char reason[96];
-    if (!spar_rendezvous_possible(comm->info, comm->world, 0, reason, sizeof reason) ||
-        spar_rendezvous_begin(comm, spar_ring_room(), &s->group, offset) != SPAR_OK ||
-        spar_ring_open(s->group, &s->ring) != SPAR_OK)
-        *offset = -1;
-}
-
-spar_status spar_nccl_make_state(spar_comm *comm, spar_setup_result *result, spar_nccl_state **state)
-{
-    spar_env_value check;
-    SPAR_TRY(spar_env_field("check", &check));
-    SPAR_TRY(spar_cuda_prepare(comm->native.ordinal));
-    spar_nccl_state *s = calloc(1, sizeof *s);
-    if (!s)
-        return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", comm->world);
-    spar_cond_init(&s->connected);
-    pthread_mutex_init(&s->lock, NULL);
-    s->refs = 1;
-    s->ordinal = comm->native.ordinal;
-    s->compare = strcmp(check.text, "0") != 0;
-    comm->state = *state = s;
-    open_ring(s, comm, &result->offset);
-    return SPAR_OK;
-}
-
-spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
+spar_status spar_nccl_setup(spar_comm *comm, const spar_gpu_mover *mover, spar_setup_result *result)
 {
     token own = {0};
     spar_entered before;
-    spar_nccl_state *s;
     SPAR_TRY(spar_cuda_open());
     SPAR_TRY(spar_nccl_open());
-    SPAR_TRY(spar_nccl_make_state(comm, result, &s));
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
+    SPAR_TRY(spar_gpu_setup(comm, mover, sizeof(spar_nccl_state), result));
+    spar_nccl_state *s = comm->state;
+    spar_cond_init(&s->connected);
+    SPAR_TRY(spar_cuda_enter(s->gpu.ordinal, &before));
     spar_status status = make(s, comm, &own);
     spar_cuda_leave(&before);
     memcpy(result->token, &own, sizeof own);
@@ -107,9 +59,9 @@ spar_status spar_nccl_setup(spar_comm *comm, spar_setup_result *result)
 static int is_abandoned(void *state)
 {
     spar_nccl_state *s = state;
-    pthread_mutex_lock(&s->lock);
+    pthread_mutex_lock(&s->gpu.lock);
     int abandoned = s->abandoned;
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&s->gpu.lock);
     return abandoned;
 }
 
@@ -124,10 +76,10 @@ static spar_status init_communicator(spar_nccl_state *s)
         spar_nccl_result begun = spar_nccl.CommInitRank(&comm, own_world, s->id, own_rank);
         SPAR_TRY(spar_nccl_check(begun, "ncclCommInitRank"));
         spar_status status = spar_nccl_await(begun, comm, &until, "ncclCommInitRank");
-        pthread_mutex_lock(&s->lock);
+        pthread_mutex_lock(&s->gpu.lock);
         int abandoned = s->abandoned || status != SPAR_OK;
         s->own = abandoned ? NULL : comm;
-        pthread_mutex_unlock(&s->lock);
+        pthread_mutex_unlock(&s->gpu.lock);
         if (abandoned) {
             spar_nccl.CommAbort(comm);
             return status;
@@ -145,17 +97,17 @@ static void *set_up_thread(void *context)
 {
     spar_nccl_state *s = context;
     spar_entered before;
-    spar_status status = spar_cuda_enter(s->ordinal, &before);
+    spar_status status = spar_cuda_enter(s->gpu.ordinal, &before);
     if (status == SPAR_OK) {
         status = init_communicator(s);
         spar_cuda_leave(&before);
     }
-    pthread_mutex_lock(&s->lock);
+    pthread_mutex_lock(&s->gpu.lock);
     s->finished = 1;
     spar_failure_keep(&s->result, status);
     pthread_cond_signal(&s->connected);
-    pthread_mutex_unlock(&s->lock);
-    return spar_nccl_release(s);
+    pthread_mutex_unlock(&s->gpu.lock);
+    return spar_gpu_release(s);
 }
 
 /* Returns another status than SPAR_OK if the wait must end: a signal, a timeout, a failed peer on this
@@ -163,7 +115,7 @@ static void *set_up_thread(void *context)
 static spar_status poll_setup(const spar_nccl_state *s, const spar_deadline *deadline)
 {
     SPAR_TRY(spar_deadline_poll(deadline, "while NCCL was set up"));
-    spar_status status = s->ring ? spar_ring_poll(s->ring, 1) : SPAR_OK;
+    spar_status status = s->gpu.ring ? spar_ring_poll(s->gpu.ring, 1) : SPAR_OK;
     if (status != SPAR_OK) { /* all ranks compare how their set-ups ended, and fall back together */
         return spar_fail_ranks(status == SPAR_TIMEOUT ? status : SPAR_TRANSPORT, spar_last_error_ranks(),
                                "%s", spar_last_error());
@@ -180,29 +132,29 @@ static spar_status connect_communicator(spar_comm *comm, const spar_deadline *de
 {
     spar_nccl_state *s = comm->state;
     spar_status status = SPAR_OK;
-    __atomic_add_fetch(&s->refs, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&s->gpu.refs, 1, __ATOMIC_RELAXED);
     int error = spar_thread_start(set_up_thread, s);
     if (error) {
-        spar_nccl_release(s);
+        spar_gpu_release(s);
         return spar_fail(SPAR_TRANSPORT, "cannot start a thread to set up NCCL: %s", strerror(error));
     }
-    pthread_mutex_lock(&s->lock);
+    pthread_mutex_lock(&s->gpu.lock);
     while (!s->finished && status == SPAR_OK) {
-        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
-        pthread_mutex_unlock(&s->lock);
+        spar_cond_wait(&s->connected, &s->gpu.lock, POLL_NS);
+        pthread_mutex_unlock(&s->gpu.lock);
         status = poll_setup(s, deadline);
-        pthread_mutex_lock(&s->lock);
+        pthread_mutex_lock(&s->gpu.lock);
     }
     s->abandoned = !s->finished;
     if (s->finished)
         status = spar_failure_raise(&s->result);
     for (int i = 0; (s->own || s->native) && !s->finished && i < GRACE; i++)
-        spar_cond_wait(&s->connected, &s->lock, POLL_NS);
+        spar_cond_wait(&s->connected, &s->gpu.lock, POLL_NS);
     struct ncclComm *stuck = status == SPAR_OK ? NULL : s->own;
     int revokes = !s->finished && spar_nccl.CommRevoke;
     if (stuck)
         s->own = NULL;
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&s->gpu.lock);
     if (stuck && revokes)
         spar_nccl.CommRevoke(stuck, 0);
     else if (stuck)
@@ -237,53 +189,35 @@ static spar_status agree_on_communicator(const spar_comm *comm, const spar_setup
     return SPAR_OK;
 }
 
-/* If one rank has no call ring, no rank uses it. */
-static spar_status connect_ring(spar_nccl_state *s, spar_comm *comm, const spar_setup_result *results,
-                                const spar_deadline *deadline)
+static spar_status check_communicator(void *comm)
 {
-    int all = s->ring != NULL;
-    for (int rank = 0; rank < comm->world; rank++)
-        all = all && results[rank].offset >= 0;
-    spar_status status = all ? spar_rendezvous_end(comm, s->group, results, deadline) : SPAR_TRANSPORT;
-    if (status == SPAR_OK) {
-        comm->group = s->group; /* the state outlives the communicator, and closes the group */
-        return SPAR_OK;
-    }
-    spar_ring_close(s->ring);
-    if (!all)
-        spar_group_close(s->group); /* else the mailbox stays: peers that connected may still read it */
-    s->ring = NULL;
-    s->group = NULL;
-    return spar_ends_wait(status) ? status : SPAR_OK;
+    return spar_nccl_check_async(comm, "an earlier call of NCCL");
 }
 
-spar_status spar_nccl_connect_state(spar_comm *comm, const spar_setup_result *results,
-                                    const spar_deadline *deadline,
-                                    spar_status (*connect)(spar_comm *comm, const spar_deadline *deadline))
+static void abort_communicator(void *comm)
 {
-    spar_nccl_state *s = comm->state;
-    spar_entered before;
-    SPAR_TRY(connect_ring(s, comm, results, deadline));
-    SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
-    spar_status status = connect(comm, deadline);
-    if (status == SPAR_OK) {
-        const spar_watchdog_target what = {.comm = s->own,
-                                           .ordinal = s->ordinal,
-                                           .ring = s->ring,
-                                           .stop = s->push ? s->push->stop : NULL,
-                                           .release = spar_nccl_release,
-                                           .context = s};
-        status = spar_watchdog_open(&what, &s->watchdog);
-    }
-    spar_cuda_leave(&before);
-    if (status != SPAR_OK && s->ring)
-        spar_ring_abort(s->ring, status, spar_last_error_ranks(), spar_last_error());
-    return status;
+    spar_nccl.CommAbort(comm);
+}
+
+static void revoke_communicator(void *comm)
+{
+    spar_nccl.CommRevoke(comm, 0);
+}
+
+static spar_status connect(spar_comm *comm, const spar_deadline *deadline, spar_watchdog_target *what)
+{
+    const spar_nccl_state *s = comm->state;
+    SPAR_TRY(connect_communicator(comm, deadline));
+    what->comm = s->own;
+    what->check = check_communicator;
+    what->abort = abort_communicator;
+    what->revoke = spar_nccl.CommRevoke ? revoke_communicator : NULL;
+    return SPAR_OK;
 }
 
 spar_status spar_nccl_connect(spar_comm *comm, const spar_setup_result *results,
                               const spar_deadline *deadline)
 {
     SPAR_TRY(agree_on_communicator(comm, results));
-    return spar_nccl_connect_state(comm, results, deadline, connect_communicator);
+    return spar_gpu_connect(comm, results, deadline, connect);
 }

@@ -2,8 +2,8 @@
 /* The first exchanges of a group, which show that its ranks' GPUs can write to each other's slots. */
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
-#include "transports/nccl/push.h"
-#include "transports/nccl/watchdog.h"
+#include "transports/cuda/watchdog.h"
+#include "transports/push/push.h"
 
 #include <stddef.h>
 #include <stdlib.h>
@@ -128,7 +128,7 @@ static spar_status await(const check *c, const spar_deadline *deadline, spar_rin
         return spar_fail_rank(SPAR_TRANSPORT, (int)stop - 1,
                               "rank %d did not send its words in time in the first exchange over push",
                               (int)stop - 1);
-    return spar_push_stopped(stop) == SPAR_OK ? SPAR_OK : fall_back();
+    return spar_watchdog_stopped(stop) == SPAR_OK ? SPAR_OK : fall_back();
 }
 
 static spar_status compare(const check *c)

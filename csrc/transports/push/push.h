@@ -33,13 +33,13 @@ typedef struct {
 /* Opens it over the slots of world >= 2 ranks; the device is entered. */
 spar_status spar_push_open(int world, int rank, const spar_slots *slots, spar_push_state **push);
 
-/* What a kernel wrote to `stop`, as an error. 0 and SPAR_STOPPED: none. */
-spar_status spar_push_stopped(uint32_t stop);
-
 /* The first exchanges, by both kinds of rounds, compared word by word; all ranks call it, with the same salt.
  * It fails where a rank is late, or failed, as the ring knows. */
 spar_status spar_push_check(spar_push_state *push, uint32_t salt, const spar_deadline *deadline,
                             spar_ring *ring);
+
+/* Whether calls of the plan are direct: the same on all ranks. */
+int spar_push_is_direct(const spar_push_state *push, const spar_plan *plan);
 
 /* One exchange, into the call's stream, which has waited for the calls before. */
 spar_status spar_push_run(spar_push_state *push, const spar_call *call, int captured);

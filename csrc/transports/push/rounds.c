@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "transports/nccl/push.h"
+/* The rounds of a call, and the state that they need. */
+#include "transports/push/push.h"
 
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
-#include "transports/nccl/state.h"
-#include "transports/rendezvous.h"
 
 #include <stddef.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -118,8 +116,7 @@ static spar_status empty_slot(const spar_push_state *p, const spar_call *call, c
 
 /* ---- direct rounds ---- */
 
-/* Equal on all ranks, as longest_stream. */
-static int is_direct(const spar_push_state *p, const spar_plan *plan)
+int spar_push_is_direct(const spar_push_state *p, const spar_plan *plan)
 {
     int64_t most = 0;
     for (int rank = 0; rank < p->world; rank++) {
@@ -158,7 +155,7 @@ spar_status spar_push_run(spar_push_state *p, const spar_call *call, int capture
     if (call->deadline.at_ns)
         t.half.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
     p->captured |= captured;
-    if (is_direct(p, call->plan)) {
+    if (spar_push_is_direct(p, call->plan)) {
         make_offers(p, call, captured, offers, images);
         t.count = 1;
         t.most = p->half;
@@ -170,32 +167,6 @@ spar_status spar_push_run(spar_push_state *p, const spar_call *call, int capture
         SPAR_TRY(empty_slot(p, call, &t));
     }
     return SPAR_OK;
-}
-
-static spar_outputs *outputs_for(const spar_comm *comm, const spar_call *call)
-{
-    const spar_nccl_state *s = comm->state;
-    uint64_t capture = 0;
-    spar_entered before;
-    if (!s->push || !s->push->outputs || !is_direct(s->push, call->plan) ||
-        spar_cuda_enter(s->ordinal, &before) != SPAR_OK)
-        return NULL;
-    spar_status status = spar_driver_capture(call->stream, &capture);
-    spar_cuda_leave(&before);
-    int serves = status == SPAR_OK && !capture && spar_outputs_serve(s->push->outputs);
-    return serves ? s->push->outputs : NULL; /* run reports a failure */
-}
-
-spar_status spar_push_stopped(uint32_t stop)
-{
-    if (!stop || stop == SPAR_STOPPED)
-        return SPAR_OK;
-    int is_bad = stop >= SPAR_KERNEL_BAD_OFFER, rank = (int)stop - (is_bad ? SPAR_KERNEL_BAD_OFFER : 1);
-    return is_bad ? spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d offered memory outside of its slot", rank)
-                  : spar_fail_rank(
-                        SPAR_TIMEOUT, rank,
-                        "on the GPU, rank %d did not send its part of a call or of a graph's replay in time",
-                        rank);
 }
 
 /* ---- set-up ---- */
@@ -268,69 +239,3 @@ void spar_push_close(spar_push_state *p)
     spar_outputs_close(p->outputs);
     free(p);
 }
-
-static spar_status setup(spar_comm *comm, spar_setup_result *result)
-{
-    spar_nccl_state *s;
-    if (comm->native.no_slot)
-        return spar_fail(SPAR_TRANSPORT, "%s", comm->native.no_slot);
-    SPAR_TRY(spar_cuda_open());
-    return spar_nccl_make_state(comm, result, &s);
-}
-
-static spar_status open_slots(spar_comm *comm, const spar_deadline *deadline)
-{
-    spar_nccl_state *s = comm->state;
-    SPAR_TRY(spar_push_open(comm->world, comm->rank, &comm->slots, &s->push));
-    return spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->ring);
-}
-
-static spar_status connect_slots(spar_comm *comm, const spar_setup_result *results,
-                                 const spar_deadline *deadline)
-{
-    return spar_nccl_connect_state(comm, results, deadline, open_slots);
-}
-
-/* ---- the transport ---- */
-
-static void probe(spar_peer_info *info)
-{
-    if (spar_cuda_open() != SPAR_OK)
-        snprintf(info->no_push, sizeof info->no_push, "%s", spar_last_error());
-}
-
-static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
-{
-    if (!spar_cuda_serves(info, world, first_rank, offsetof(spar_peer_info, no_push), reason, size))
-        return 0;
-    if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
-        return 0;
-    if (world > SPAR_KERNEL_RANKS) {
-        snprintf(reason, size, "%d ranks; expected at most %d", world, SPAR_KERNEL_RANKS);
-        return 0;
-    }
-    snprintf(reason, size, "%s on this host can write to each other's GPUs",
-             world == 1 ? "ranks" : "all ranks");
-    return 1;
-}
-
-static int is_captured(const spar_comm *comm)
-{
-    const spar_nccl_state *s = comm->state;
-    return s && s->push && s->push->captured;
-}
-
-const spar_transport spar_transport_push = {
-    .name = "push",
-    .device = "cuda",
-    .probe = probe,
-    .serves = serves,
-    .setup = setup,
-    .connect = connect_slots,
-    .outputs = outputs_for,
-    .run = spar_nccl_run,
-    .wait = spar_nccl_wait,
-    .broken = spar_nccl_broken,
-    .captured = is_captured,
-    .close = spar_nccl_close,
-};

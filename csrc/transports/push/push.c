@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Push: ranks of one host write to each other's GPUs. rounds.c moves the bytes, check.c makes the first
+ * exchanges. */
+#include "transports/push/push.h"
+
+#include "devices/cuda/cuda.h"
+#include "devices/cuda/driver.h"
+#include "transports/cuda/state.h"
+#include "transports/rendezvous.h"
+
+#include <stddef.h>
+#include <stdio.h>
+
+typedef struct {
+    spar_gpu_state gpu;
+    spar_push_state *push; /* NULL: not connected */
+} state;
+
+/* ---- a call ---- */
+
+static spar_outputs *outputs_for(const spar_comm *comm, const spar_call *call)
+{
+    const state *s = comm->state;
+    uint64_t capture = 0;
+    spar_entered before;
+    if (!s->push || !s->push->outputs || !spar_push_is_direct(s->push, call->plan) ||
+        spar_cuda_enter(s->gpu.ordinal, &before) != SPAR_OK)
+        return NULL;
+    spar_status status = spar_driver_capture(call->stream, &capture);
+    spar_cuda_leave(&before);
+    int serves = status == SPAR_OK && !capture && spar_outputs_serve(s->push->outputs);
+    return serves ? s->push->outputs : NULL; /* run reports a failure */
+}
+
+static spar_status check(const spar_gpu_state *gpu, const spar_call *call, int *captured)
+{
+    uint64_t capture = 0;
+    (void)gpu;
+    SPAR_TRY(spar_driver_capture(call->stream, &capture));
+    *captured = capture != 0;
+    return SPAR_OK;
+}
+
+static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured)
+{
+    SPAR_TRY(spar_watchdog_order(gpu->watchdog, call->stream));
+    return spar_push_run(((state *)gpu)->push, call, captured);
+}
+
+static void close_slots(spar_gpu_state *gpu)
+{
+    spar_push_close(((state *)gpu)->push);
+}
+
+/* ---- set-up ---- */
+
+static const spar_gpu_mover mover = {check, run, close_slots};
+
+static spar_status setup(spar_comm *comm, spar_setup_result *result)
+{
+    if (comm->native.no_slot)
+        return spar_fail(SPAR_TRANSPORT, "%s", comm->native.no_slot);
+    SPAR_TRY(spar_cuda_open());
+    return spar_gpu_setup(comm, &mover, sizeof(state), result);
+}
+
+static spar_status open_slots(spar_comm *comm, const spar_deadline *deadline, spar_watchdog_target *what)
+{
+    state *s = comm->state;
+    SPAR_TRY(spar_push_open(comm->world, comm->rank, &comm->slots, &s->push));
+    what->stop = s->push->stop;
+    return spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->gpu.ring);
+}
+
+static spar_status connect_slots(spar_comm *comm, const spar_setup_result *results,
+                                 const spar_deadline *deadline)
+{
+    return spar_gpu_connect(comm, results, deadline, open_slots);
+}
+
+/* ---- the transport ---- */
+
+static void probe(spar_peer_info *info)
+{
+    if (spar_cuda_open() != SPAR_OK)
+        snprintf(info->no_push, sizeof info->no_push, "%s", spar_last_error());
+}
+
+static int serves(const spar_peer_info *info, int world, int first_rank, char *reason, size_t size)
+{
+    if (!spar_gpu_serves(info, world, first_rank, offsetof(spar_peer_info, no_push), reason, size))
+        return 0;
+    if (!spar_rendezvous_possible(info, world, first_rank, reason, size))
+        return 0;
+    if (world > SPAR_KERNEL_RANKS) {
+        snprintf(reason, size, "%d ranks; expected at most %d", world, SPAR_KERNEL_RANKS);
+        return 0;
+    }
+    snprintf(reason, size, "%s on this host can write to each other's GPUs",
+             world == 1 ? "ranks" : "all ranks");
+    return 1;
+}
+
+static int is_captured(const spar_comm *comm)
+{
+    const state *s = comm->state;
+    return s && s->push && s->push->captured;
+}
+
+const spar_transport spar_transport_push = {
+    .name = "push",
+    .device = "cuda",
+    .probe = probe,
+    .serves = serves,
+    .setup = setup,
+    .connect = connect_slots,
+    .outputs = outputs_for,
+    .run = spar_gpu_run,
+    .wait = spar_gpu_wait,
+    .broken = spar_gpu_broken,
+    .captured = is_captured,
+    .close = spar_gpu_close,
+};
