@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
 from helpers.orders import ORDERS
+from helpers.processes import finish, start
 from helpers.tables import MAKERS
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs, whole_attention
-from test_faults import finish, start
 from torch import Tensor, nn
 
 import spar

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 import spar
 from spar import SequenceLayout, Spans

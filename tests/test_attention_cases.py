@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.attention_cases import LIMITS, error_of_rank, make_case, whole
 from helpers.orders import ORDERS
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 pytestmark = pytest.mark.one_transport
 CASES = int(os.environ.get("SOAK_ATTENTIONS", "40"))

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.processes import finish, start
 from test_attention_errors import TOTAL, WORLD, Group, call, z
-from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.processes import finish, start
 from helpers.whole_attention import whole_attention
-from test_faults import finish, start
 from torch import Tensor, nn
 
 import spar

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.launched import launch
+from helpers.processes import finish, start
 from helpers.tables import MAKERS
-from test_faults import finish, start
 
 import spar
 from spar import sharding

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
+from helpers.processes import finish, start
 from helpers.reference import assert_same, rule
 from helpers.tables import numbers
-from test_faults import finish, start
 
 import spar
 from spar._exchange import graph_ops

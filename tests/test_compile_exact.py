@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.orders import ORDERS
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells
 from helpers.tables import MAKERS
-from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import finish, start
 from helpers.reference import assert_same
 from helpers.stateless import free_port
 from test_coordinators import NESTED, check_dict, tensor, whole_dict
-from test_faults import finish, start
 
 from spar import parallel_state as ps
 from spar.parallel_state import GroupCoordinator

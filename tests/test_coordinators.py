@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import await_report, finish, report, start
 from helpers.reference import assert_same
-from test_faults import await_report, finish, report, start
 from test_hybrid import exchanges
 
 from spar.parallel_state import (

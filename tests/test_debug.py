@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import tables
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 import spar
 from spar.errors import by_rank

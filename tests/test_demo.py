@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 if importlib.util.find_spec("matplotlib") is None:  # its import takes half a second

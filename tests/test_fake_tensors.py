@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.operations import setting_of_world
+from helpers.processes import finish, start
 from helpers.tables import MAKERS
-from test_faults import finish, start
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -39,9 +39,9 @@ from helpers.fault_cases import (
     odd_of,
 )
 from helpers.limits import scaled
+from helpers.processes import finish, start
 from helpers.shared_gloo import shared
 from helpers.workers import machine
-from test_faults import finish, start
 
 import spar
 from spar._group.registry import group_of

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 import spar
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_faults import finish, start
+from helpers.processes import finish, start
 from torch import Tensor, nn
 
 import spar

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.processes import finish, start
 from helpers.tables import MAKERS
-from test_faults import finish, start
 
 import spar
 import spar.sharding

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.hosts import SHAPES, WORLD, Hosts, Shape, group_with, pool_of
 from helpers.operations import failures, setting_of_world
+from helpers.processes import finish
 from helpers.reference import assert_same, cells, part
 from test_exact import SIZES, sizes
-from test_faults import finish
 from test_ops import strided
 
 import spar

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from helpers.fault_cases import LOST_WITHIN, OVER, gather
 from helpers.hosts import SHAPES, WORLD, Hosts
+from helpers.processes import await_report, finish, report
 from helpers.reference import assert_same
 from helpers.workers import machine
 from test_fault_matrix import attempt
-from test_faults import await_report, finish, report
 
 import spar
 

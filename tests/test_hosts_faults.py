@@ -19,8 +19,8 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.fault_cases import FAULTS, LIMIT
 from helpers.hosts import SHAPES, WORLD, Hosts, group_with, pool_of
+from helpers.processes import finish
 from test_fault_matrix import attempt, check_fault, make_scene, run_fault
-from test_faults import finish
 
 import spar
 

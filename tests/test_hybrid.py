@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
+from helpers.processes import finish, start
 from helpers.reference import among, assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
-from test_faults import finish, start
 
 import spar
 from spar import parallel_state

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
 from helpers import tables
-from test_faults import await_report, finish, report, start
+from helpers.processes import await_report, finish, report, start
 from test_local_failures import REPORTED_WITHIN, Alarm, Group, check_later_calls, gather, raise_alarm
 
 import spar

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.data
+from helpers.processes import finish, start
 from helpers.reference import assert_same
 from helpers.tables import MAKERS
-from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout, data

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers import tables
-from test_faults import await_report, finish, report, start
+from helpers.processes import await_report, finish, report, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar

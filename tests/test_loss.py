@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
+from helpers.processes import finish, start
 from helpers.reference import cells
-from test_faults import finish, start
 from test_gradients import WRAPPERS, Model, P, Setting, ddp, errors, expected_gradients, fsdp2, table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers.growth import Growth
+from helpers.processes import finish, start
 from helpers.reference import assert_same
-from test_faults import finish, start
 
 import spar
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS, Ranks
-from test_faults import finish, start
+from helpers.processes import finish, start
 from test_gradients import WRAPPERS
 from torch import Tensor, nn
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, owned, packed, zigzag
-from test_faults import finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

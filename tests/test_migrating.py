@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import other_libraries
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells
-from test_faults import finish, start
 
 import spar
 from spar.data import sp_slice_and_pad_input

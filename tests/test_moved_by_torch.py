@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import tables
-from test_faults import await_report, finish, report, start
+from helpers.processes import await_report, finish, report, start
 
 import spar
 from spar._control import collectives

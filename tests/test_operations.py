@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import TRANSPORTS
 from helpers.operations import DIRECT, failures_of, setting_of_world
-from test_faults import finish, start
+from helpers.processes import finish, start
 from torch.profiler import profile
 
 import spar

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.operations import DIRECT
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, part, rule, same_bits
-from test_faults import finish, start
 
 import spar
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 from spar import parallel_state as ps
 from spar.parallel_state import RankGenerator, generate_masked_orthogonal_rank_groups

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.processes import finish, start
 from helpers.whole_attention import inputs
-from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
+from helpers.processes import finish, start
 from helpers.reference import assert_same
-from test_faults import finish, start
 
 import spar
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from helpers.limits import Deadline, scaled
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 
 def note(rank: int, folder: Path) -> None:

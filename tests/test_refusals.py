@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import await_report, finish, report, start
 from helpers.reference import assert_same
-from test_faults import await_report, finish, report, start
 
 import spar
 from spar import _C

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_faults import await_report, finish, report, start
+from helpers.processes import await_report, finish, report, start
 
 import spar
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
-from test_faults import finish, start
+from helpers.processes import finish, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_faults import finish, start
+from helpers.processes import finish, start
 from test_strangers import (
     ARENA,
     CALL,

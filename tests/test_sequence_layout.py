@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.orders import ORDERS
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, joined, owned, rule, zigzag
 from helpers.tables import MAKERS, TOTALS
-from test_faults import finish, start
 
 import spar
 from spar import SequenceLayout, parallel_state

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.processes import await_report, finish, report, start
 from helpers.reference import assert_same
-from test_faults import await_report, finish, report, start
 
 import spar
 from spar._group import registry

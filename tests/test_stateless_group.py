@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import await_report, finish, report, start
 from helpers.stateless import answers, concurrently, free_port, groups, is_free, reserved
-from test_faults import await_report, finish, report, start
 
 import spar
 from spar.utils import StatelessProcessGroup

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
+from helpers.processes import await_report, finish, report, start
 from helpers.reference import assert_same, cells
 from helpers.stateless import free_port, is_free
-from test_faults import await_report, finish, report, start
 
 import spar
 from spar import utils

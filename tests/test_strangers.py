@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import finish, start
 from helpers.reference import assert_same
-from test_faults import finish, start
 from test_refusals import root
 
 import spar

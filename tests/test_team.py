@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers import core
 from helpers.core import Scale, ScaleType
-from test_faults import finish, start
+from helpers.processes import finish, start
 
 import spar
 from spar import _C

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
-from test_faults import finish, start
+from helpers.processes import finish, start
 from torch import Tensor, nn
 
 import spar

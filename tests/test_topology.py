@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers.launched import launch
+from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, owned, zigzag
-from test_faults import finish, start
 from test_hybrid import exchanges
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import checkpoint as recompute

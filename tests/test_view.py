@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import Ranks
 from helpers import view_cases
+from helpers.processes import finish, start
 from helpers.view_cases import PAIRS, Inputs, compare, functions, viewed
 from helpers.view_programs import program
-from test_faults import finish, start
 from torch import Tensor
 
 from spar._group.registry import place_of

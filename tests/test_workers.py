@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.utils.data
 from helpers.growth import descriptors
+from helpers.processes import finish, start
 from helpers.reference import assert_same
-from test_faults import finish, start
 
 import spar
 

@@ -12,8 +12,10 @@ import os
 
 from helpers.forks import PATH
 
-MODULES = ["resource", "test_faults", "spar.testing", "spar.utils", "spar._view.view"]
-MODULES += [f"helpers.{name}" for name in ("fault_cases", "operations", "orders", "whole_attention")]
+MODULES = ["resource", "conftest", "spar.testing", "spar.utils", "spar._view.view"]
+MODULES += [
+    f"helpers.{name}" for name in ("fault_cases", "operations", "orders", "processes", "whole_attention")
+]
 for module in MODULES:
     importlib.import_module(module)
 if path := os.environ.pop(PATH):

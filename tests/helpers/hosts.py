@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from test_faults import start as start_processes
 
 import spar
+from helpers.processes import start as start_processes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from test_faults import finish, start
+
+from helpers.processes import finish, start
 
 
 def launch(function: Callable[..., Any], world: int, folder: Path, *args: Any, limit: float = 120) -> None:

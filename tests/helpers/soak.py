@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conftest import TRANSPORTS
-from test_faults import finish, start
 
 import spar
 from helpers import attention_cases, growth, view_programs
 from helpers.operations import failures, setting_of_world
+from helpers.processes import finish, start
 from helpers.reference import cells, owned, packed, part, rule, same_bits, zigzag
 from helpers.tables import MAKERS
 from spar._commands.check.cases import cases

@@ -29,7 +29,7 @@ from helpers.diffusion import (
     wan,
     wan_inputs,
 )
-from test_faults import finish, start
+from helpers.processes import finish, start
 from torch import Tensor, nn
 
 import spar
