@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import standins, workers
 from helpers.core_abi import CSRC, FLAGS
+from helpers.headers import check_declarations, packaged
 
 ARCHITECTURES = os.environ.get("CUDA_ARCHITECTURES", "75 90").split()  # make test-core: of each major version
 PARTS = ("base/dynlib", "base/error", "base/util")
@@ -71,12 +72,6 @@ if len(sys.argv) > 2:
 """
 
 
-def packaged(*patterns: str) -> list[Path]:
-    """Files of the installed CUDA packages and of the system's toolkit."""
-    roots = [Path(root, "nvidia") for root in sys.path] + [Path("/usr/local/cuda")]
-    return [path for root in roots for pattern in patterns for path in sorted(root.glob(pattern))]
-
-
 def build() -> Path:
     """A folder with part.so: the part of the core that opens libraries."""
 
@@ -102,18 +97,6 @@ def ask(part: Path, *words: str, nvrtc: str = "", **environment: str) -> tuple[i
 
 
 # ---- declarations ----
-
-
-def check_declarations(tmp_path: Path, header: str, text: str) -> None:
-    folders = {path.parent for path in packaged(f"include/{header}", f"*/include/{header}")}
-    if not folders:
-        pytest.skip(f"no {header} here: neither a toolkit nor the package nvidia-cuda-runtime or -nvrtc")
-    source = tmp_path / "check.c"
-    source.write_text(text)
-    for folder in folders:
-        command = ["cc", "-std=c11", "-fsyntax-only", "-isystem", str(folder), f"-I{CSRC}", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"{folder}: {done.stderr}"
 
 
 CONSTANTS = {

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents that list what the sources have: the environment, errors, layouts; README.md's example."""
+"""Documents that list what the sources have: the environment, errors, layouts."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import os
 import re
-import runpy
-from pathlib import Path
 
-import pytest
-from helpers.launched import launch
 from helpers.tables import KINDS
 from test_source import CSRC, LAYOUT, ROOT, SIGNATURES
 
@@ -94,24 +88,3 @@ def test_documents_have_a_row_for_each_layout_operation_and_transport() -> None:
     for name, *_ in _C.traffic():
         assert f"| {name} |" in readme, name
         assert re.search(rf"^\| {name}\b", performance, re.M), name
-
-
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """README.md's example as it is printed there."""
-    (text,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "example.py").write_text(text)
-    return tmp_path / "example.py"
-
-
-def run_example(folder: Path, example: Path) -> None:
-    with (folder / f"printed.{os.environ['RANK']}").open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(str(example), run_name="__main__")
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_readme_example_runs(world: int, example: Path) -> None:
-    launch(run_example, world, example.parent, example)
-    printed = "".join((example.parent / f"printed.{rank}").read_text() for rank in range(world))
-    differences = [float(x) for x in re.findall(r"within (\S+) of one process", printed)]
-    assert len(differences) == world and max(differences) < 1e-4, printed

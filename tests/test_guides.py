@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
+import os
 import re
+import runpy
 import shutil
 import socket
 import tempfile
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
+from helpers.launched import launch
 from helpers.whole_attention import whole_attention
 from test_rl import Model as SmallDecoder, given as of_rl
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +43,7 @@ Names = dict[str, Any]
 COMPILED_ONLY = {
     ("README.md", 0): "the six lines of transformers.md",
     ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
-    ("README.md", 3): "ends the process group: tests/test_documented.py runs it",
+    ("README.md", 3): "ends the process group: test_readme_example_runs",
     (
         "dataloading.md",
         0,
@@ -403,3 +407,24 @@ def test_code_of_page_runs(four: Ranks, page: str) -> None:
             free.bind(("127.0.0.1", 0))
         ports = [first.getsockname()[1], second.getsockname()[1]]
     four(WORLD, run_page, page, ports)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """README.md's example as it is printed there."""
+    (text,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(text)
+    return tmp_path / "example.py"
+
+
+def run_example(folder: Path, example: Path) -> None:
+    with (folder / f"printed.{os.environ['RANK']}").open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(example), run_name="__main__")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_readme_example_runs(world: int, example: Path) -> None:
+    launch(run_example, world, example.parent, example)
+    printed = "".join((example.parent / f"printed.{rank}").read_text() for rank in range(world))
+    differences = [float(x) for x in re.findall(r"within (\S+) of one process", printed)]
+    assert len(differences) == world and max(differences) < 1e-4, printed

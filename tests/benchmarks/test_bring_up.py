@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from helpers import core_abi, standins, workers
-from test_cuda_libraries import check_declarations, packaged
+from helpers.headers import check_declarations, packaged
 
 import spar
 
