@@ -99,8 +99,8 @@ GROUPS_CLOSED ?= 10000
 JOBS_ENDED ?= 40
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
-	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -q tests/test_many_groups.py tests/test_process.py \
-	-k 'groups_do_not_leak or exit_waits_for_threads'
+	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -q tests/faults/test_many_groups.py \
+	tests/faults/test_process.py -k 'groups_do_not_leak or exit_waits_for_threads'
 
 test: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) -m 'not compiler' $(ARGS)
@@ -115,7 +115,7 @@ test-benchmarks: build .venv/.test
 # Also with clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
 test-core: build .venv/.test
 	@CORE_BUILDS='plain clang address thread' CUDA_ARCHITECTURES='75 80 90 100 120' \
-	$(BIN)/pytest -n $(WORKERS) tests/test_core.py tests/test_cuda_libraries.py $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) tests/core/test_core.py tests/gpu/test_cuda_libraries.py $(ARGS)
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)

@@ -2,7 +2,7 @@
 /* The functions of the CUDA driver, libcuda.so.1, that spar calls: declared here, opened at run time.
  *
  * Each is looked up by its name and the CUDA version that introduced the parameters below (cuGetProcAddress),
- * which later versions keep. tests/test_cuda_libraries.py checks the declarations against cuda.h. */
+ * which later versions keep. tests/gpu/test_cuda_libraries.py checks the declarations against cuda.h. */
 #ifndef SPAR_DRIVER_H
 #define SPAR_DRIVER_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The functions of NVRTC, CUDA's run-time compiler, that spar calls: declared here, opened at run time. It
- * needs neither a device nor a driver. tests/test_cuda_libraries.py checks the declarations against
+ * needs neither a device nor a driver. tests/gpu/test_cuda_libraries.py checks the declarations against
  * nvrtc.h. */
 #ifndef SPAR_NVRTC_H
 #define SPAR_NVRTC_H

@@ -27,7 +27,7 @@ import spar.utils
 from spar import _C
 from spar._exchange import layouts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 
 

@@ -20,7 +20,7 @@ from helpers.prebuild import once
 
 pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
 
-FOLDER = Path(__file__).resolve().parent / "c"
+FOLDER = Path(__file__).resolve().parents[1] / "c"
 INCLUDED = [FOLDER.parent.parent / "csrc/devices/cpu" / name for name in ("scale.c", "sum.c")]  # by tests
 SANITIZER = ["-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 BUILDS = {  # the compiler and its flags; clang's sanitizers see the core in make fuzz

@@ -18,7 +18,7 @@ from conftest import Ranks
 import spar
 from spar.parallel_state import ParallelState
 
-CHANGELOG = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+CHANGELOG = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
 REMOVAL = "0.3.0"  # the release that removes what warns here
 
 

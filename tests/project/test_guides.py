@@ -35,7 +35,7 @@ import spar
 from spar.parallel_state import Topology
 from spar.utils import stateless_destroy_torch_distributed_process_group
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORLD = 4
 Names = dict[str, Any]
 

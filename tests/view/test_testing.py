@@ -25,7 +25,7 @@ from spar.testing import Entry, Report, compare
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-PAGE = Path(__file__).parent.parent / "docs" / "gradients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"
 TOKENS, VOCABULARY = 13, 7
 
 

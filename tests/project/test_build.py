@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = [
     f"apt-get install gcc libc6-dev python3.{sys.version_info[1]}-dev",
     "dnf install gcc python3-devel",

@@ -28,7 +28,7 @@ from spar.data import sp_slice_and_pad_input
 from spar.parallel_state import RankGenerator, set_sequence_parallel_group
 from spar.sharding import ShardingValidator, sp_shard_with_padding
 
-PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 Group = dist.ProcessGroup
 LENGTHS = [7, 0, 2, 5]  # of packed sequences
 

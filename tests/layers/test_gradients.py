@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import spar
 
-PAGE = (Path(__file__).parent.parent / "docs" / "gradients.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "gradients.md").read_text()
 P, BATCH, HEADS, WIDTH, VOCABULARY = 2, 1, 3, 6, 5
 IGNORED = -100
 

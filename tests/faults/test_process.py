@@ -168,7 +168,7 @@ EXITS = int(os.environ.get("SOAK_EXITS", "1"))  # `make soak` sets more
 def test_exit_waits_for_threads_of_gloo(tmp_path: Path) -> None:
     """They release the last collective's tensors, for which they need the GIL."""
     command = [sys.executable, "-m", "helpers.exits", str(EXITS), str(tmp_path)]
-    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["0 0 0 0"] * EXITS, ended.stderr
 

@@ -21,7 +21,7 @@ import spar.integrations.transformers
 import spar.testing
 import spar.utils
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PERFORMANCE, FIGURES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("performance", "figures"))
 SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
 

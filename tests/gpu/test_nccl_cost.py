@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import core, core_abi
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import nccl_cost
 

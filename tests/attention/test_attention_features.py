@@ -63,7 +63,7 @@ FEATURES: dict[str, tuple[list[dict[str, Any]], torch.Tensor, str]] = {
 
 def cells() -> Iterator[tuple[str, str, str]]:
     """Yield the feature, the method or kernel, and what the page says of them."""
-    text = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
     header = '| | ulysses | gather | ring | `"flash"` | `"blockwise"` |'
     _, *columns = [name.strip(' `"') for name in header.strip("| ").split("|")]
     columns = ["ulysses", *columns] if "ulysses" not in columns else columns

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import spar
 
-PAGE = Path(__file__).parent.parent / "docs" / "rl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rl.md"
 Group = dist.ProcessGroup
 Names = dict[str, Any]
 LENGTHS, PROMPTS = (7, 2, 9, 5), (3, 1, 8, 4)  # one completion of each of two samples is one token

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from helpers.processes import finish, start
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 if importlib.util.find_spec("matplotlib") is None:  # its import takes half a second
     pytest.skip("matplotlib, which make demo installs, is not", allow_module_level=True)
 SMALL = ["--steps", "12", "--batch", "1", "--seq", "130", "--dim", "48", "--layers", "1"]

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 SPAR = ROOT / "spar"
 
