@@ -143,7 +143,7 @@ test-platforms: build .venv/.test .venv/.release
 smoke: build
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m spar check $(ARGS)
 
-# Lint, and the tests with the mark `quick`, which tests/conftest.py assigns.
+# Lint, and the tests with the mark `quick` (pyproject.toml).
 check: lint build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) -q -m quick $(ARGS)
 

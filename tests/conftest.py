@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -29,44 +30,6 @@ WORLDS = (1, 2, 3, 4, 7)
 FEW = 4  # ranks that a pool has at first: most modules need no more
 TRACERS = ["torch._dynamo", "torch.distributed.tensor.experimental"]  # the second by what Dynamo inlines
 COMPILERS = ["torch._inductor.compile_fx", "sympy.physics"]  # by simplify
-# Long modules, and between them those whose tests mostly wait: two of these at a time would leave a core idle
-FIRST = ("test_fault_matrix", "test_many_groups", "test_process", "test_workers", "test_compile")
-FIRST += (
-    "test_nccl_lifetime",
-    "test_compile_exact",
-    "test_compile_effects",
-    "test_attention_use",
-    "test_stateless_group",
-)
-FIRST += ("test_attention_flex", "test_attention_compile", "test_operations", "test_documents_kept")
-FIRST += ("test_transformers_hybrid", "test_transformers_masks", "test_transformers_state")
-FIRST += ("test_transformers_whole", "test_diffusers_classes")
-FIRST += ("test_attention", "test_async_errors", "test_ops", "test_layouts", "test_local_failures")
-FIRST += ("test_interrupted_calls", "test_view")
-FIRST += ("test_plan", "test_secrets", "test_exact", "test_faults", "test_sharding", "test_set_ups")
-LAST = ("test_cuda_libraries", "test_core")  # their builds run in the background meanwhile
-SPREAD = {  # modules without module-scoped fixtures: their tests may run on any worker
-    *("test_core", "test_coordinators", "test_faults", "test_forks", "test_hybrid", "test_local_failures"),
-    *(
-        "test_plan_cache",
-        "test_process",
-        "test_refusals",
-        "test_releases",
-        "test_secrets",
-        "test_set_ups",
-        "test_source",
-        "test_documented",
-        "test_interrupted_calls",
-    ),
-    *("test_strangers", "test_topology", "test_many_groups", "test_workers"),
-    "test_commands",
-}
-# `make check` runs modules without ranks, and of some with ranks, one world size over one transport
-QUICK = {"test_cgroup", "test_checks", "test_choice", "test_hostile", "test_plan_cache", "test_scales"}
-QUICK |= {"test_documented", "test_settings", "test_sizes", "test_source", "test_structure", "test_utils"}
-NOT_QUICK = {"test_readme_example_runs"}  # starts ranks
-QUICK_RANKS = {"test_data", "test_exact", "test_layouts", "test_ops", "test_sequence_layout"}
-QUICK_RANKS |= {"test_exact_forward_mode", "test_sharding"}
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
@@ -107,31 +70,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run FIRST first, modules with builds late, and last what runs alone; mark the quick tests."""
-    places = {name: place for place, name in enumerate((*FIRST, "", *LAST))}
+    """Run long modules first, those that build late, and last what runs alone; mark more tests as quick."""
+    waits, long = (
+        list(dict.fromkeys(item.path for item in items if item.get_closest_marker(mark)))
+        for mark in ("waits", "long")
+    )
+    # in turn: two that wait at a time would leave a core idle
+    first = [path for pair in itertools.zip_longest(waits, long) for path in pair if path]
 
     def place(item: pytest.Item) -> tuple[bool, int]:  # before a test alone, all workers wait for the longest
-        return bool(item.get_closest_marker("alone")), places.get(_module(item).__name__, len(FIRST))
+        builds = bool(item.get_closest_marker("builds"))  # in the background, meanwhile
+        alone = bool(item.get_closest_marker("alone"))
+        return alone, first.index(item.path) if item.path in first else len(first) + builds
 
     items.sort(key=place)
     for item in items:
-        name, values = _module(item).__name__, getattr(getattr(item, "callspec", None), "params", {})
+        values = getattr(getattr(item, "callspec", None), "params", {})
         one_world = (values.get("world"), values.get("ranks")) == (3, "shm")
-        if item.name.split("[")[0] not in NOT_QUICK and (
-            name in QUICK or (name in QUICK_RANKS and one_world)
-        ):
+        if one_world and item.get_closest_marker("quick_ranks"):
             item.add_marker(pytest.mark.quick)
+
+
+@functools.cache
+def is_spread(path: Path) -> bool:
+    """Whether a module has the mark `spread`; xdist's main process, which asks, collects no items."""
+    return "pytest.mark.spread" in path.read_text()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run each module on one worker, but the tests of SPREAD on any worker, in order."""
+    """Run each module on one worker, but the tests of modules that are spread on any worker, in order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return nodeid if Path(path).stem in SPREAD else path
+            return nodeid if is_spread(config.rootpath / path) else path
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -33,7 +33,7 @@ from spar._exchange.layouts import Layout, even, extent, packed, shards, zigzag
 from spar._group.registry import group_of
 from spar.ops.heads import heads_of_ranks, layers_of
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 TOTAL = 19

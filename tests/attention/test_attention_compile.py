@@ -21,7 +21,7 @@ import spar
 from spar import SequenceLayout
 from spar._attention import tiles
 
-pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler, pytest.mark.long]
 Group = dist.ProcessGroup
 
 

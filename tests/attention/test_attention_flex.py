@@ -29,7 +29,7 @@ from spar._attention.kernels.kernel import BlockInputs, Needs
 from spar._attention.long_blocks import MOST_INTERVALS, long_blocks
 from spar._exchange.layouts import Piece
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 CASES = 60

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import spar
 from spar import SequenceLayout
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 

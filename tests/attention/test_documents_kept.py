@@ -16,7 +16,7 @@ from helpers.whole_attention import error_of, expected_of, inputs
 import spar
 from spar import SequenceLayout
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 METHODS = ("gather", "ring", "ulysses", None)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import core
 
+pytestmark = pytest.mark.quick
+
 NONE = 2**63 - 1
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 MEMORY = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 master:2 - cgroup cgroup rw,memory"

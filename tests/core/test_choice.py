@@ -16,6 +16,8 @@ from helpers.fault_cases import FAULTS
 from spar import _C
 from spar._transports import CHANNELS
 
+pytestmark = pytest.mark.quick
+
 IN_C = [name for name, *_ in _C.traffic()]
 TRANSPORTS = ["local", *IN_C]
 

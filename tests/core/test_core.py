@@ -18,7 +18,11 @@ import pytest
 from helpers import core, standins, workers
 from helpers.prebuild import once
 
-pytestmark = pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own")
+pytestmark = [
+    pytest.mark.not_under_asan("programs without Python, which have sanitizers of their own"),
+    pytest.mark.builds,
+    pytest.mark.spread,
+]
 
 FOLDER = Path(__file__).resolve().parents[1] / "c"
 INCLUDED = [FOLDER.parent.parent / "csrc/devices/cpu" / name for name in ("scale.c", "sum.c")]  # by tests

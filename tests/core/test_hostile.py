@@ -14,6 +14,8 @@ from helpers.core import CoreError, Plan, Spec, Status, World, contiguous, reque
 from helpers.reference import in_runs
 from helpers.tables import EXCHANGES, Cut, Move, numbers
 
+pytestmark = pytest.mark.quick
+
 # ---- Hostile numbers --------------------------------------------------------------------------------------
 
 HUGE = 2**62

@@ -29,6 +29,8 @@ from helpers.core import Plan, Spec, contiguous, request
 from helpers.tables import EXCHANGES
 from hypothesis import given, settings
 
+pytestmark = pytest.mark.long
+
 
 def test_every_op_has_an_inverse() -> None:
     for name, exchange in EXCHANGES.items():

@@ -19,6 +19,8 @@ from helpers.core import CoreError, Plan, Spec, contiguous, request
 
 from spar._exchange.layouts import even, pair, zigzag
 
+pytestmark = [pytest.mark.spread, pytest.mark.quick]
+
 # ---- The time to build a plan ---------------------------------------------------------------------------
 
 

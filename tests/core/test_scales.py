@@ -8,6 +8,8 @@ import torch
 from helpers import core
 from helpers.core import Scale, ScaleType
 
+pytestmark = pytest.mark.quick
+
 # ---- Scales -----------------------------------------------------------------------------------------------
 
 DTYPES = {  # torch's dtype: spar's, and the int dtype of a real part's size

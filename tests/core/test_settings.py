@@ -16,6 +16,8 @@ from test_choice import make_info
 
 from spar import _C
 
+pytestmark = pytest.mark.quick
+
 # ---- The environment --------------------------------------------------------------------------------------
 
 VARIABLES = [variable for _, variable, *_ in _C.env_rows()]  # core's rows need a build

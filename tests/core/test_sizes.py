@@ -9,6 +9,8 @@ from hypothesis import given, strategies as st
 import spar
 from spar.sizes import swapped_hint
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.integers(0, 5000), st.integers(1, 300))
 def test_size_rule(total: int, world: int) -> None:

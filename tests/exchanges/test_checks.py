@@ -22,6 +22,8 @@ import spar.topology
 import spar.utils
 from spar.parallel_state import GroupCoordinator, RankGenerator
 
+pytestmark = pytest.mark.quick
+
 NOT_AN_INT: list[Any] = ["2", 2.0, None, True, [2], 1j, numpy.float32(2), torch.tensor(True), torch.zeros(2)]
 NOT_A_BOOL: list[Any] = ["no", 0, 1, None, [True]]
 NOT_A_STR: list[Any] = [2, None, b"gloo", ["gloo"]]

@@ -24,7 +24,7 @@ from helpers.tables import numbers
 import spar
 from spar._exchange import graph_ops
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 CXX = shutil.which("g++") or shutil.which("clang++")

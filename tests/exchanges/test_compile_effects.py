@@ -22,7 +22,7 @@ import spar
 from spar import SequenceLayout
 from spar._group.registry import group_of
 
-pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler, pytest.mark.long]
 
 Group = dist.ProcessGroup
 Exchanges = Callable[[torch.Tensor, SequenceLayout], list[torch.Tensor]]

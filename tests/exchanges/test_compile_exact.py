@@ -23,7 +23,7 @@ from helpers.tables import MAKERS
 import spar
 from spar import SequenceLayout
 
-pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler, pytest.mark.long]
 
 Group = dist.ProcessGroup
 Function = Callable[..., torch.Tensor]

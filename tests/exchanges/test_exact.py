@@ -19,6 +19,8 @@ from test_ops import sizes_of, strided
 import spar
 from spar import SequenceLayout
 
+pytestmark = [pytest.mark.long, pytest.mark.quick_ranks]
+
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
 # (global shape, scatter, gather, sizes of the scattered dim, of the gathered dim); None: the size rule

@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 import spar
 from spar import SequenceLayout
 
+pytestmark = pytest.mark.quick_ranks
+
 
 def linear_functions(world: int, rank: int, group: Group) -> dict[str, tuple[Any, torch.Tensor]]:
     """Return operations that do not scale their outputs, each with an input; lists give one tensor."""

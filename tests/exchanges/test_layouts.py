@@ -17,6 +17,8 @@ from helpers.tables import KINDS, draw_layout
 import spar
 from spar._exchange import layouts
 
+pytestmark = [pytest.mark.long, pytest.mark.quick_ranks]
+
 Group = dist.ProcessGroup
 DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.uint8)
 

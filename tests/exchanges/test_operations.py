@@ -20,6 +20,8 @@ import spar
 from spar._commands.check.cases import cases
 from spar._commands.check.trial import expected_of
 
+pytestmark = pytest.mark.long
+
 
 def exchanges() -> int:
     return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))

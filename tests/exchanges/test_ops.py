@@ -15,6 +15,8 @@ from helpers.reference import assert_same, cells, part, rule, scaled
 import spar
 from spar._transports import torch as torch_transport
 
+pytestmark = [pytest.mark.long, pytest.mark.quick_ranks]
+
 Group = dist.ProcessGroup
 
 # (global shape, scatter, gather): even and uneven, empty pieces, 2 to 7 dims, negative dims, any order

@@ -26,6 +26,8 @@ import spar
 from spar import SequenceLayout, parallel_state
 from spar.parallel_state import ParallelState, Topology, init_parallel_state
 
+pytestmark = pytest.mark.quick_ranks
+
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
 

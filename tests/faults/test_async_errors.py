@@ -22,6 +22,8 @@ from helpers.processes import await_report, finish, report, start
 
 import spar
 
+pytestmark = pytest.mark.waits
+
 Group = dist.ProcessGroup
 
 

@@ -51,7 +51,7 @@ CELLS = [*((name, world) for name in TRANSPORTS for world in SIZES), (tables.ACR
 INSTEAD = {
     name: row.instead for name, row in {**tables.TRANSPORTS, tables.ACROSS: tables.ACROSS_HOSTS}.items()
 }
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.waits]
 
 
 # ---- on the ranks ----

@@ -22,6 +22,8 @@ from helpers.processes import await_report, finish, report, start
 import spar
 from spar._group.registry import group_of
 
+pytestmark = [pytest.mark.waits, pytest.mark.spread]
+
 
 def call_with_missing_rank(rank: int, folder: Path) -> None:
     if rank == 2:

@@ -21,7 +21,7 @@ from helpers.processes import finish, start
 
 import spar
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.spread]
 
 gather, split = spar.gather_forward_split_backward, spar.split_forward_gather_backward
 

@@ -19,6 +19,8 @@ from test_local_failures import REPORTED_WITHIN, Alarm, Group, check_later_calls
 import spar
 from spar._group import group as calls
 
+pytestmark = [pytest.mark.waits, pytest.mark.spread]
+
 
 def raise_in_handler(rank: int, folder: Path, where: str) -> None:
     group = dist.new_group([0, 1])

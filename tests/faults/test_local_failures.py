@@ -28,6 +28,8 @@ import spar
 from spar._control import collectives
 from spar.parallel_state import set_sequence_parallel_group
 
+pytestmark = [pytest.mark.waits, pytest.mark.spread]
+
 gather = spar.gather_forward_split_backward
 REPORTED_WITHIN = 2.0  # seconds
 Group = dist.ProcessGroup

@@ -18,7 +18,11 @@ from helpers.reference import assert_same
 
 import spar
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here"),
+    pytest.mark.waits,
+    pytest.mark.spread,
+]
 
 gather = spar.gather_forward_split_backward
 

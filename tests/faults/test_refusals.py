@@ -32,7 +32,10 @@ from spar._group import setup
 from spar._group.registry import group_of
 from spar.groups import process_group
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here"),
+    pytest.mark.spread,
+]
 
 gather = spar.gather_forward_split_backward
 root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's id, or a namespace")

@@ -16,7 +16,10 @@ from helpers.processes import await_report, finish, report, start
 
 import spar
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here"),
+    pytest.mark.spread,
+]
 
 gather = spar.gather_forward_split_backward
 MAILBOXES = 64 << 10  # bytes: more than those of a few groups

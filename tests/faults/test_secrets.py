@@ -32,7 +32,11 @@ from test_strangers import (
 import spar
 from spar import _C
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's"),
+    pytest.mark.waits,
+    pytest.mark.spread,
+]
 
 
 def rotated(word: int, bits: int) -> int:

@@ -26,7 +26,11 @@ from spar._control import agreement, collectives
 from spar._group import setup as rendezvous
 from spar._group.registry import group_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's here"),
+    pytest.mark.waits,
+    pytest.mark.spread,
+]
 
 gather = spar.gather_forward_split_backward
 

@@ -32,7 +32,10 @@ from test_refusals import root
 import spar
 from spar import _C
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's"),
+    pytest.mark.spread,
+]
 
 gather = spar.gather_forward_split_backward
 

@@ -19,6 +19,8 @@ from helpers import standins, workers
 from helpers.core_abi import CSRC, FLAGS
 from helpers.headers import check_declarations, packaged
 
+pytestmark = pytest.mark.builds
+
 ARCHITECTURES = os.environ.get("CUDA_ARCHITECTURES", "75 90").split()  # make test-core: of each major version
 PARTS = ("base/dynlib", "base/error", "base/util")
 PARTS += tuple(f"devices/cuda/{name}" for name in ("driver", "nvrtc", "cubin_cache", "kernels"))

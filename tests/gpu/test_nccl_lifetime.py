@@ -29,6 +29,8 @@ from spar._control import collectives
 from spar._control.state import GroupState
 from spar._transports import cuda
 
+pytestmark = pytest.mark.waits
+
 OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"])
 
 

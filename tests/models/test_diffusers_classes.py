@@ -10,7 +10,7 @@ from helpers.diffusion_check import CASES, Outcome, check_classes, classes
 PRELOAD = ["diffusers.models.transformers"]
 BATCHES = [list(CASES)[at::6] for at in range(6)]
 
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 
 def test_each_class_has_a_case() -> None:

@@ -33,6 +33,8 @@ from spar import SequenceLayout
 from spar.integrations.transformers import shard
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
+pytestmark = pytest.mark.long
+
 Group = dist.ProcessGroup
 
 

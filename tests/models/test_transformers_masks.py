@@ -42,6 +42,8 @@ from spar._attention import mask_functions
 from spar.integrations._transformers.masks import WHOLE
 from spar.integrations.transformers import register, shard
 
+pytestmark = pytest.mark.long
+
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
 POOL = (2, 3, 4)
 WORLDS = (2, 3)

@@ -38,6 +38,8 @@ from spar.integrations._transformers.tokens import Tokens
 from spar.integrations.transformers import shard
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
+pytestmark = pytest.mark.long
+
 Group = dist.ProcessGroup
 CONVOLUTIONS = {"lfm2", "lfm2_moe", "lfm3"}
 MAMBA1 = {"jamba", "mamba", "falcon_mamba", "zamba"}

@@ -23,6 +23,8 @@ from spar.integrations._transformers.whole_state import state
 from spar.integrations.transformers import shard, total_loss
 from spar.parallel_state import destroy_parallel_state, init_parallel_state
 
+pytestmark = pytest.mark.long
+
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
 POOL = (2, 3, 4)
 Changes = dict[str, int]

@@ -27,6 +27,8 @@ from spar.parallel_state import (
 )
 from spar.parallel_state.transfer import Outbox
 
+pytestmark = pytest.mark.spread
+
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 

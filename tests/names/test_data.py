@@ -17,6 +17,8 @@ from test_sharding import sequence
 import spar
 from spar.data import SPDataProcessor, sp_slice_and_pad_input
 
+pytestmark = pytest.mark.quick_ranks
+
 Group = dist.ProcessGroup
 
 

@@ -18,6 +18,8 @@ import spar
 from spar import parallel_state
 from spar.parallel_state import get_parallel_state, init_parallel_state
 
+pytestmark = pytest.mark.spread
+
 PACK = [5, 0, 9, 1, 14]
 
 

@@ -33,6 +33,8 @@ from spar.sharding import (
 )
 from spar.topology import Topology, topology
 
+pytestmark = [pytest.mark.long, pytest.mark.quick_ranks]
+
 Group = dist.ProcessGroup
 DTYPES = (torch.bfloat16, torch.float32, torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
 

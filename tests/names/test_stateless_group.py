@@ -22,6 +22,8 @@ from helpers.stateless import answers, concurrently, free_port, groups, is_free,
 import spar
 from spar.utils import StatelessProcessGroup
 
+pytestmark = pytest.mark.waits
+
 HOSTS = ["127.0.0.1", "::1", "localhost"]
 
 

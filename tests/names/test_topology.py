@@ -28,6 +28,8 @@ from spar.groups import process_group
 from spar.topology import Topology, bind, current, sequence_group
 from spar.topology.checkpoint import bind_recomputation
 
+pytestmark = pytest.mark.spread
+
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     assert group is not None

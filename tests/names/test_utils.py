@@ -17,6 +17,8 @@ from helpers.reference import assert_same, cells
 from spar import utils
 from spar.utils import get_pp_indices
 
+pytestmark = pytest.mark.quick
+
 
 def test_public_names() -> None:
     assert set(utils.__all__) == {

@@ -31,6 +31,8 @@ from spar._commands.check.trial import difference
 from spar._commands.facts import transports
 from spar._commands.ranks import joined
 
+pytestmark = pytest.mark.spread
+
 # ---- info ----
 
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
 from helpers.tables import KINDS
 from test_source import CSRC, LAYOUT, ROOT, SIGNATURES
 
 import spar
 from spar import _C
+
+pytestmark = [pytest.mark.spread, pytest.mark.quick]
 
 
 def test_environment_is_documented() -> None:

@@ -27,6 +27,8 @@ import spar.utils
 from spar import _C
 from spar._exchange import layouts
 
+pytestmark = [pytest.mark.spread, pytest.mark.quick]
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 

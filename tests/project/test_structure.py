@@ -8,6 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 SPAR = ROOT / "spar"

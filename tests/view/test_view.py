@@ -28,7 +28,7 @@ from spar._view.view import View
 from spar.parallel_state import init_parallel_state
 
 # Exchanges over each transport are tested by other modules.
-pytestmark = pytest.mark.one_transport
+pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
 Group = dist.ProcessGroup
 REFUSED = "changed in place through another one"  # the only refusal
