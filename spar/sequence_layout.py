@@ -15,7 +15,10 @@ from . import _C
 from ._checks import check_int, check_lengths, check_number, check_sum, check_type
 from ._control.process_group import group_name
 from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
+from ._exchange.cut_and_join import without_halo
 from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
+from ._exchange.gather_plan import in_documents
+from ._exchange.gathering_op import gather_runs
 from ._exchange.grad_scale import NOT_GIVEN, GradScale, scale_error
 from ._exchange.layouts import (
     EVEN,
@@ -35,12 +38,10 @@ from ._exchange.layouts import (
     shards_pair,
     total_of,
 )
-from ._exchange.pieces import in_documents, without_halo
-from ._exchange.pieces_op import gather_runs
+from ._exchange.observers import must_record
 from ._exchange.repeated import layouts_key, repeat, scale_key
 from ._exchange.runs import numbers_of_runs
 from ._exchange.together import exchange_together
-from ._exchange.watch import must_record
 from ._group.registry import place_of
 from .topology import topology
 from .topology.absent import AbsentGroup, group_or_name

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._checks import digest
+from .._exchange.gather_plan import GatherPlan as Plan, plan_pieces
 from .._exchange.layouts import WHOLE, Layout, Piece, pair, shards
-from .._exchange.pieces import Plan, plan_pieces
 from .blocks import Block, blocks_of
 from .halo import Sent, shifts_of
 from .ring import Round

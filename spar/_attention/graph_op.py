@@ -20,7 +20,7 @@ from .._exchange.autocast import no_autocast
 from .._exchange.dispatch import chained, define, implement, number_of_newest
 from .._exchange.graph_ops import code
 from .._exchange.layouts import Piece, pieces, total_of
-from .._exchange.watch import must_record
+from .._exchange.observers import must_record
 from .._group.group import Call, Group
 from .._group.registry import group_at
 from .halo import round_by

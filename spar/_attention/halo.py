@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .._exchange.gather_plan import GatherPlan as Plan, plan_pieces
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated, shards
-from .._exchange.pieces import Plan, plan_pieces
 from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
 from .blocks import Block

@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._control.state import ALONE, Place
 from .._exchange.arguments import ranks_of
+from .._exchange.cut_and_join import selected
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, Piece, even, pieces
-from .._exchange.pieces import selected
-from .._exchange.watch import is_fake
+from .._exchange.observers import is_fake
 from .._group.group import Group
 from .._group.registry import place_of
 from ..ops.gather import transpose_for

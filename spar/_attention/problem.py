@@ -15,7 +15,7 @@ from .. import _C
 from .._checks import digest
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import extent, total_of
-from .._exchange.watch import is_fake
+from .._exchange.observers import is_fake
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int

@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 
 from .._control.state import Place
 from .._exchange.autocast import no_autocast
+from .._exchange.cut_and_join import selected
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import Args
-from .._exchange.pieces import selected
-from .._exchange.watch import have_tangents, is_transformed
+from .._exchange.observers import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block

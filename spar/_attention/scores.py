@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._exchange.watch import is_fake
+from .._exchange.observers import is_fake
 from .blocks import Block
 from .kernels import kernel_for
 from .kernels.kernel import BlockInputs, Kernel, Needs, accumulated

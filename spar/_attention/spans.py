@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._checks import digest
-from .._exchange.watch import is_fake
+from .._exchange.observers import is_fake
 from ..sizes import as_named_int
 from .mask_functions import by_bisection, by_pairs, intervals_of
 

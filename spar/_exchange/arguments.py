@@ -22,7 +22,7 @@ from .autograd import apply
 from .exchange import ARITHMETIC, MOVE, ONE, SCALABLE, SUM, Exchange, Scale, Tensors, in_steps
 from .graph_ops import in_graph
 from .layouts import Args, Layout, by_sizes, even, pair
-from .watch import must_record
+from .observers import must_record
 
 Sizes = Sequence[int] | torch.Tensor
 Key = tuple[object, ...] | None  # by which a group remembers an exchange; None: it does not

@@ -16,9 +16,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .columns import targets_of
 from .exchange import Chain, Exchange, Tensors
-from .watch import _functorch_transforms, must_record
+from .fused_gradients import targets_of
+from .observers import _functorch_transforms, must_record
 
 # what is recorded, and what runs it: one argument, because torch spends time on each
 Recorded = tuple[Exchange | Chain, Callable[[Tensors], Tensors]]

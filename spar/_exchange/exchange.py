@@ -31,7 +31,7 @@ from .._transports.dtypes import (
 )
 from .dispatch import SCHEMA, chained_exchange, flattened, implement, number_of_newest, unflattened
 from .layouts import LISTED, ZIGZAG, Args, listed_index, moved_back, out_shape, select, shards_pair, swapped
-from .watch import _dispatch_modes, _functorch_transforms
+from .observers import _dispatch_modes, _functorch_transforms
 
 Tensors = Sequence[torch.Tensor]
 Scale = tuple[float, bool]  # the factor, and whether it divides

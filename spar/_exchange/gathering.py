@@ -15,16 +15,17 @@ from torch.autograd import forward_ad
 
 from .._group.group import Call, Group
 from .arguments import Arguments, apply_together
+from .cut_and_join import added_back, ordered, selected
 from .exchange import Exchange
-from .pieces import Plan, added_back, ordered, selected
-from .watch import is_any_traced, is_transformed, must_record
+from .gather_plan import GatherPlan
+from .observers import is_any_traced, is_transformed, must_record
 
 
 class Gathering(NamedTuple):
     """What moves pieces, or their gradients back."""
 
     exchange: Exchange
-    plan: Plan
+    plan: GatherPlan
     dim: int
     fill: float
 
@@ -53,7 +54,7 @@ class Gathering(NamedTuple):
 
 
 def gathering_of(
-    group: Group, name: str, plan: Plan, tensors: int, dim: int, records: bool, note: str, fill: float
+    group: Group, name: str, plan: GatherPlan, tensors: int, dim: int, records: bool, note: str, fill: float
 ) -> Gathering:
     """Return what gathers pieces of so many tensors, whose exchange the group remembers."""
     key = name, note, plan, tensors, dim, records
@@ -87,7 +88,7 @@ class SparGathering(torch.autograd.Function):
 
 
 def gather_pieces(
-    call: Arguments, plan: Plan, tensors: Sequence[Tensor], dim: int, note: str = "", fill: float = 0
+    call: Arguments, plan: GatherPlan, tensors: Sequence[Tensor], dim: int, note: str = "", fill: float = 0
 ) -> list[Tensor]:
     """Return the wanted pieces of each tensor, of one dtype, one behind the other along dim.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..sizes import share
-from .watch import is_fake
+from .observers import is_fake
 
 Args = tuple[int, ...]
 Layout = tuple[int, ...]  # WHOLE, or (dim, kind, numbers...)

@@ -11,7 +11,7 @@ import torch
 from .._transports.dtypes import copy_items
 from .arguments import Arguments
 from .exchange import Exchange, Tensors
-from .watch import have_tangents, is_any_traced, must_record
+from .observers import have_tangents, is_any_traced, must_record
 
 
 def write_to(

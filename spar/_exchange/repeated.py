@@ -17,7 +17,7 @@ from ..topology.resolve import Group, process_group
 from .arguments import Key
 from .autograd import apply_plain
 from .exchange import Unlike
-from .watch import _dispatch_modes, _functorch_transforms
+from .observers import _dispatch_modes, _functorch_transforms
 
 
 def scale_key(grad_scale: object) -> Key:

@@ -15,8 +15,8 @@ from ..topology.resolve import Group
 from .arguments import Arguments, Key, apply_together, check_summable, not_empty, ranks_of
 from .exchange import MOVE, SUM, Exchange, Scale
 from .layouts import Args
+from .observers import must_record
 from .outputs import checked, write_to
-from .watch import must_record
 from .work import Work, Works, launch
 
 _MOST = _C.MOST_TENSORS

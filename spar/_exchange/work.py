@@ -36,8 +36,8 @@ from ..errors import ExchangeTimeoutError, SparError
 from .arguments import Arguments
 from .autograd import apply
 from .exchange import Exchange, Tensors
+from .observers import have_tangents, is_any_traced, is_transformed, must_record
 from .outputs import checked, note_write, write_to
-from .watch import have_tangents, is_any_traced, is_transformed, must_record
 
 _NOT_TRACED = "call it outside of compiled code, or without async_op"
 _log = logging.getLogger("spar")

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
 from .._exchange.arguments import ranks_of
-from .._exchange.watch import _dispatch_modes, _functorch_transforms
+from .._exchange.observers import _dispatch_modes, _functorch_transforms
 from .._group.group import Group, is_faking
 from .._group.registry import place_of
 from .._transports.cuda import is_capturing, to_host

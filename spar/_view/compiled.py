@@ -23,7 +23,7 @@ from torch._C._functorch import maybe_current_level
 from torch._guards import detect_fake_mode
 from torch.compiler import is_dynamo_compiling
 
-from .._exchange.watch import _dispatch_modes
+from .._exchange.observers import _dispatch_modes
 from ..ops.gather import all_gather
 from .backends import Backend, compiled_by
 from .experts import Numbers, allow_in_graph

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments
+from .._exchange.gather_plan import GatherPlan as Plan, plan_pieces
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
-from .._exchange.pieces import Plan, plan_pieces
 from .dtensors import is_distributed
 from .part import Part, in_order_of, mark, part_of
 

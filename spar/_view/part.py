@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .._exchange.gather_plan import GatherPlan as Plan
 from .._exchange.layouts import pieces
-from .._exchange.pieces import Plan
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.groups_by_name import ParallelState
 from . import dtensors

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._control.mismatch import NUMPY, RANDOM, TORCH
 from .._exchange.arguments import ranks_of
-from .._exchange.watch import _dispatch_modes, _functorch_transforms
+from .._exchange.observers import _dispatch_modes, _functorch_transforms
 from .._group.group import Group, is_faking
 from .._transports.cuda import is_capturing
 from ..errors import MismatchError

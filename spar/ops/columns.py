@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._exchange.columns import Columns, Rows, are_in_order, by_stride
-from .._exchange.watch import is_any_traced, is_transformed
+from .._exchange.fused_gradients import Columns, Rows, are_in_order, by_stride
+from .._exchange.observers import is_any_traced, is_transformed
 from .._group.registry import group_of
 
 _LARGE = 1 << 20  # bytes; the C library keeps the pages of smaller tensors

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._exchange.arguments import Arguments
+from .._exchange.gather_plan import ZEROS, GatherPlan, Part, fragments, plan_pieces, within
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, shards
-from .._exchange.pieces import ZEROS, Part, Plan, fragments, plan_pieces, within
-from .._exchange.watch import is_any_traced, is_transformed, must_record
+from .._exchange.observers import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
 
 Lengths = tuple[int, ...]
@@ -39,7 +39,7 @@ class Windows(NamedTuple):
         right, wrong: the places of the same results in that of the windows.
     """
 
-    plan: Plan
+    plan: GatherPlan
     places: Tensor
     first: Tensor
     right: Tensor
@@ -84,7 +84,7 @@ def _windows(
         numbers = [places, [place for first, count in firsts for place in range(first, first + count)]]
         numbers += [right, [at + place for place in right]]
         tensors = [torch.tensor(listed, dtype=torch.int64, device=device) for listed in numbers]
-    moved_plan = Plan(tuple(map(of_places, plan.sent)), plan.sizes, tuple(map(of_places, order)))
+    moved_plan = GatherPlan(tuple(map(of_places, plan.sent)), plan.sizes, tuple(map(of_places, order)))
     return Windows(moved_plan, *tensors)
 
 

@@ -14,7 +14,7 @@ from .._checks import check_ints, check_type, digest
 from .._exchange.arguments import Arguments
 from .._exchange.exchange import ONE
 from .._exchange.layouts import WHOLE, by_sizes, even
-from .._exchange.watch import has_values, is_fake
+from .._exchange.observers import has_values, is_fake
 from .._group.registry import place_of
 from .._tracing import constant
 from ..loss import WIDE, divided, number_of

@@ -7,8 +7,8 @@ import torch
 
 from .._checks import check_int, check_type
 from .._exchange.arguments import Arguments
-from .._exchange.pieces import AROUND
-from .._exchange.pieces_op import gather_runs
+from .._exchange.gather_plan import AROUND
+from .._exchange.gathering_op import gather_runs
 from ..sequence_layout import SequenceLayout, checked_numbers
 
 

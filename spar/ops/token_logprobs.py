@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import check_int, check_number, check_type
 from .._exchange.arguments import Arguments, ranks_of
 from .._exchange.grad_scale import NOT_GIVEN, GradScale
-from .._exchange.watch import has_values
+from .._exchange.observers import has_values
 from .._group.group import Call
 from ..sequence_layout import SequenceLayout
 from .samples import check_shard, split_samples

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from .._exchange.autocast import no_autocast
 from .._exchange.dispatch import library
-from .._exchange.watch import have_tangents, is_transformed
+from .._exchange.observers import have_tangents, is_transformed
 
 TOKENS, COLUMNS = 1024, 4096  # of a tile: 16 MB in float32
 _LEAST = -1e4  # its exp is 0 in each dtype, and its product with 0 is not NaN

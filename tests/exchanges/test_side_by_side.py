@@ -15,7 +15,7 @@ from torch import Tensor
 
 import spar
 from spar import _C, SequenceLayout
-from spar._exchange import columns as joining
+from spar._exchange import fused_gradients as joining
 from spar._group.registry import group_of
 from spar.integrations._transformers.tokens import Tokens
 from spar.ops import columns

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..._exchange.arguments import Arguments
+from ..._exchange.gather_plan import plan_pieces, within
 from ..._exchange.gathering import gather_pieces
-from ..._exchange.pieces import plan_pieces, within
 from ..moving import runs_of
 from ..part import Part, in_order_of
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._exchange.pieces import fragments
+from ..._exchange.gather_plan import fragments
 from ..._group.registry import place_of
 from ...ops.by_heads import by_heads
 from ...ops.by_state import Recurrence, pass_states

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._exchange.cut_and_join import selected
 from ..._exchange.layouts import pieces
-from ..._exchange.pieces import selected
 from ..._group.registry import place_of
 from ...sequence_layout import SequenceLayout, numbers_of
 

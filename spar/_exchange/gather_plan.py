@@ -13,9 +13,6 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, shards, total_of
 
 # (start, size) in the whole; a start of -1 stands for zeros.
@@ -24,11 +21,9 @@ Wanted = Sequence[tuple[int, int]]
 Part = tuple[int, int]
 ZEROS = -1
 AROUND = -1  # instead of how much longer a run is: it goes on at its document's other end
-# With more parts than that, one index is faster than a concatenation.
-_FEW = 16
 
 
-class Plan(NamedTuple):
+class GatherPlan(NamedTuple):
     """What one rank sends and receives, so that it has the pieces that it wants.
 
     Attributes:
@@ -48,7 +43,7 @@ class Plan(NamedTuple):
         return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
 
 
-def plan_pieces(of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> Plan:
+def plan_pieces(of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> GatherPlan:
     """Return a rank's plan.
 
     of_ranks: the runs that each rank holds. wanted: what each rank wants.
@@ -90,105 +85,17 @@ def plan_pieces(of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], r
         (at if owner in (rank, ZEROS) else starts[owner] + at, size) if owner != ZEROS else (ZEROS, size)
         for owner, at, size in found
     ]
-    return Plan(tuple(sent), tuple(sizes), tuple(order))
+    return GatherPlan(tuple(sent), tuple(sizes), tuple(order))
 
 
 def _offsets(runs: Sequence[Piece]) -> list[int]:
     return list(itertools.accumulate([run.size for run in runs], initial=0))[:-1]
 
 
-def ordered(plan: Plan, own: Tensor, received: Tensor, dim: int, fill: float) -> Tensor:
-    """Put parts of a rank's own and received items in order.
-
-    Both stay in the graph of autograd where none of their items is used: peers wait for the gradient.
-    """
-    size = own.size(dim)
-
-    def filled(count: int) -> Tensor:
-        shape = list(own.shape)
-        shape[dim] = count
-        return own.new_full(shape, fill)
-
-    if len(plan.order) > _FEW:
-        index = _index(plan.order, size + received.size(dim), own.device)
-        return torch.cat([own, received, filled(1)], dim).index_select(dim, index)
-    parts = [own.narrow(dim, 0, 0), received.narrow(dim, 0, 0)]
-    for first, count in plan.order:
-        if first == ZEROS:
-            parts.append(filled(count))
-        elif first < size:
-            parts.append(own.narrow(dim, first, count))
-        else:
-            parts.append(received.narrow(dim, first - size, count))
-    return torch.cat(parts, dim)
-
-
-def added_back(plan: Plan, grad: Tensor, shard: int, received: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a rank's own and received items: the transpose of `ordered`."""
-
-    def sized(size: int) -> Tensor:
-        shape = list(grad.shape)
-        shape[dim] = size
-        return grad.new_empty(shape)
-
-    own, others = sized(shard), sized(received)
-    if len(plan.order) > _FEW:
-        sums = torch.cat([own.zero_(), others.zero_(), sized(1)], dim)
-        sums.index_add_(dim, _index(plan.order, shard + received, grad.device), grad)
-        return sums.narrow(dim, 0, shard).contiguous(), sums.narrow(dim, shard, received).contiguous()
-    places = itertools.accumulate([count for _, count in plan.order], initial=0)
-    parts = [
-        (first, count, grad.narrow(dim, at, count))
-        for (first, count), at in zip(plan.order, places, strict=False)
-        if first != ZEROS
-    ]
-    # Runs are apart and cover the shard; a halo of own tokens is added to them.
-    copied: list[tuple[int, int]] = []
-    mine, apart = sorted([part for part in parts if part[0] < shard], key=lambda part: -part[1]), []
-    for first, count, _ in mine:
-        apart.append(all(first + count <= begin or first >= end for begin, end in copied))
-        if apart[-1]:
-            copied.append((first, first + count))
-    whole = sum([end - begin for begin, end in copied]) == shard
-    if not whole:
-        own.zero_()
-    # Copies first: an addition can reach into several of them.
-    for is_apart, (first, count, part) in sorted(zip(apart, mine, strict=True), key=lambda pair: not pair[0]):
-        target = own.narrow(dim, first, count)
-        target.copy_(part) if whole and is_apart else target.add_(part)
-    if sum([count for first, count, _ in parts if first >= shard]) < received:
-        others.zero_()
-    for first, count, part in parts:
-        if first >= shard:
-            others.narrow(dim, first - shard, count).copy_(part)
-    return own, others
-
-
-def _index(order: Sequence[Part], zeros: int, device: torch.device) -> Tensor:
-    """Return the item of each place of a result; `zeros`: of those that are zeros."""
-    ranges = [
-        torch.full((count,), zeros, device="cpu")
-        if first == ZEROS
-        else torch.arange(first, first + count, device="cpu")
-        for first, count in order
-    ]
-    return torch.cat(ranges).to(device)
-
-
-def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
-    """Return parts of a tensor, one behind the other along dim; a view if there is one part."""
-    if len(parts) == 1:
-        return x.narrow(dim, *parts[0])
-    if len(parts) > _FEW:
-        index = torch.cat([torch.arange(first, first + count, device="cpu") for first, count in parts])
-        return x.index_select(dim, index.to(x.device))
-    return torch.cat([x.narrow(dim, *part) for part in parts], dim) if parts else x.narrow(dim, 0, 0)
-
-
 # ---- what a halo and a shift want ----
 
 
-def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> Plan:
+def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: int, more: int) -> GatherPlan:
     """Return the plan of each run, moved by an offset and longer by `more`; zeros beyond its document's ends.
 
     more: or AROUND.
@@ -222,20 +129,6 @@ def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
             found.append((at + before, run.size))
             at += before + run.size + after
     return found
-
-
-def without_halo(
-    where: str, y: Tensor, dim: int, runs: Sequence[Piece], sides: tuple[int, int], layout: object
-) -> Tensor:
-    """Keep the runs of a tensor that has each with a halo of so many tokens; where, layout: for messages."""
-    parts = runs_in_halo(runs, *sides)
-    expected = sum([size + sum(sides) for _, size in parts])
-    if y.size(dim) != expected:
-        raise ValueError(
-            f"{where}: y is of size {y.size(dim)} in dim {dim}; expected {expected}, the runs of {layout} "
-            f"with {sides[0]} and {sides[1]} tokens"
-        )
-    return selected(y, parts, dim)
 
 
 def _ends(held: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:

@@ -19,7 +19,7 @@ from .._group.group import Group
 from ..errors import SparError
 from .exchange import MOVE, Chain, Exchange
 from .layouts import out_shape
-from .watch import is_any_traced
+from .observers import is_any_traced
 
 # views of [B, S, ...] that leave its items in their order
 _SAME_ORDER = frozenset(("AliasBackward0", "UnsqueezeBackward0", "ViewBackward0"))

@@ -18,14 +18,14 @@ from .._group.group import Call
 from .._group.registry import group_at
 from .arguments import Arguments
 from .dispatch import chained, define, implement, number_of_newest
+from .gather_plan import AROUND, remembered_plan
 from .gathering import gather_pieces, gathering_of
 from .graph_ops import code
 from .layouts import Layout, pieces
-from .pieces import AROUND, remembered_plan
-from .watch import must_record
+from .observers import must_record
 
 
-class Wish(NamedTuple):
+class GatherRequest(NamedTuple):
     """What a rank wants, as the arguments of the op's schema.
 
     Attributes:
@@ -59,22 +59,23 @@ _SCHEMA = (
 
 
 def _run_op(x: Tensor, *arguments: Any) -> list[Tensor]:
-    count = len(Wish._fields)
-    wish, (transposed, records) = Wish(*arguments[:count]), arguments[count : count + 2]
+    count = len(GatherRequest._fields)
+    request, (transposed, records) = GatherRequest(*arguments[:count]), arguments[count : count + 2]
     _after, forward = (*arguments[count + 2 :], None, None)[:2]
-    group = group_at(wish.group)
-    with Call(group, wish.name, 1, x.device.type):
-        place = wish.world, wish.rank, wish.offset, wish.more
-        plan = remembered_plan(tuple(wish.layout), wish.documents, *place)
-        gathering = gathering_of(group, wish.name, plan, 1, wish.dim, records, wish.note, wish.fill)
-        output = gathering.run([x], transposed, wish.shard, 0 if forward is None else int(forward))[0]
+    group, name, dim = group_at(request.group), request.name, request.dim
+    with Call(group, name, 1, x.device.type):
+        place = request.world, request.rank, request.offset, request.more
+        plan = remembered_plan(tuple(request.layout), request.documents, *place)
+        gathering = gathering_of(group, name, plan, 1, dim, records, request.note, request.fill)
+        output = gathering.run([x], transposed, request.shard, 0 if forward is None else int(forward))[0]
     return [output, torch.tensor(group.count(), device="cpu")]
 
 
 def _fake_op(x: Tensor, *arguments: Any) -> list[Tensor]:
-    wish, transposed = Wish(*arguments[: len(Wish._fields)]), arguments[len(Wish._fields)]
+    count = len(GatherRequest._fields)
+    request, transposed = GatherRequest(*arguments[:count]), arguments[count]
     shape = list(x.shape)
-    shape[wish.dim] = wish.shard if transposed else wish.size
+    shape[request.dim] = request.shard if transposed else request.size
     return [x.new_empty(shape), torch.empty((), dtype=torch.int64, device="cpu")]
 
 
@@ -85,31 +86,31 @@ class SparPieces(torch.autograd.Function):
     """The op, whose derivative is its transpose, of which it is the derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wish: Wish, transposed: bool, forward: Any) -> Tensor:
-        output = chained(torch.ops.spar.pieces, x, *wish, transposed, True, forward=forward)[0]
+    def forward(ctx: Any, x: Tensor, request: GatherRequest, transposed: bool, forward: Any) -> Tensor:
+        output = chained(torch.ops.spar.pieces, x, *request, transposed, True, forward=forward)[0]
         number = number_of_newest()
-        ctx.call = wish, transposed, number if isinstance(number, Tensor) else None
+        ctx.call = request, transposed, number if isinstance(number, Tensor) else None
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        wish, transposed, number = ctx.call
+        request, transposed, number = ctx.call
         # Zeros that were filled have no gradient, and the gradient of others no other fill.
-        wish = wish._replace(fill=0.0)
-        return _apply(grad, wish, not transposed, number), None, None, None
+        request = request._replace(fill=0.0)
+        return _apply(grad, request, not transposed, number), None, None, None
 
 
-def _apply(x: Tensor, wish: Wish, transposed: bool, forward: Tensor | None) -> Tensor:
+def _apply(x: Tensor, request: GatherRequest, transposed: bool, forward: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and must_record((x,)):
-        return cast(Tensor, SparPieces.apply(x, wish, transposed, forward))  # type: ignore[no-untyped-call]
-    return chained(torch.ops.spar.pieces, x, *wish, transposed, True, forward=forward)[0]
+        return cast(Tensor, SparPieces.apply(x, request, transposed, forward))  # type: ignore[no-untyped-call]
+    return chained(torch.ops.spar.pieces, x, *request, transposed, True, forward=forward)[0]
 
 
 def _run(x: Tensor, *arguments: Any) -> Tensor:
-    wish = Wish(*arguments[: len(Wish._fields)])
+    request = GatherRequest(*arguments[: len(GatherRequest._fields)])
     if must_record((x,)):
-        return cast(Tensor, SparPieces.apply(x, wish, False, None))  # type: ignore[no-untyped-call]
-    return chained(torch.ops.spar.pieces, x, *wish, False, False)[0]
+        return cast(Tensor, SparPieces.apply(x, request, False, None))  # type: ignore[no-untyped-call]
+    return chained(torch.ops.spar.pieces, x, *request, False, False)[0]
 
 
 define("gather_pieces" + _SCHEMA.format(", str code", "Tensor"), _run)
@@ -131,7 +132,7 @@ def gather_runs(
     shard = x.size(dim)
     size = shard if more == AROUND else shard + more * len(runs)
     place = call.group.handle, world, rank
-    wish = Wish(
+    request = GatherRequest(
         *place,
         numbers,
         documents,
@@ -144,5 +145,5 @@ def gather_runs(
         shard,
         size,
     )
-    output: Tensor = torch.ops.spar.gather_pieces(x, *wish, False, False, code())
+    output: Tensor = torch.ops.spar.gather_pieces(x, *request, False, False, code())
     return output
