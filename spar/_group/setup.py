@@ -32,7 +32,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
         with cuda.on_device(device):
             cuda.find_libraries()
             if group.peer_info is None:
-                group.peer_info = _exchange_facts(group, op, device, deadline)
+                group.peer_info = _exchange_peer_info(group, op, device, deadline)
             left_out = _left_to_the_backend(group, device)
             refused = left_out
             while True:
@@ -61,17 +61,17 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
         raise
 
 
-def _exchange_facts(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
+def _exchange_peer_info(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
     """Return what each rank can offer, by which all choose alike."""
     data = os.urandom(8) + _C.peer_info(_host_id())
-    rows = _all_gather(group, data, "facts", op, device, deadline)
-    facts = b"".join([row[8:] for row in rows])
-    group.shares_host = not any(first for first, _ in _C.hosts(facts))
-    group.hosts = _hosts(facts)
+    rows = _all_gather(group, data, "peer info", op, device, deadline)
+    peer_info = b"".join([row[8:] for row in rows])
+    group.shares_host = not any(first for first, _ in _C.hosts(peer_info))
+    group.hosts = _hosts(peer_info)
     group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
-    _choose(group, facts, device, ())
-    _read_settings(group, facts)
-    return facts
+    _choose(group, peer_info, device, ())
+    _read_settings(group, peer_info)
+    return peer_info
 
 
 def _left_to_the_backend(group: GroupState, device: torch.device) -> tuple[tuple[str, str], ...]:
@@ -92,9 +92,9 @@ def _parts(group: GroupState, name: str) -> tuple[tuple[tuple[int, ...], ...], f
     return hosts, shared, 0.0 if group.shares_host else (group.world - 1 - near) / (group.world - 1)
 
 
-def _hosts(facts: bytes) -> tuple[tuple[int, ...], ...]:
+def _hosts(peer_info: bytes) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, those with which processes share memory."""
-    firsts = [first for _, first in _C.hosts(facts)]
+    firsts = [first for _, first in _C.hosts(peer_info)]
     return tuple(
         tuple(rank for rank, other in enumerate(firsts) if other == first) for first in dict.fromkeys(firsts)
     )
@@ -136,14 +136,14 @@ def _warn_if_slower(
     )
 
 
-def _read_settings(group: GroupState, facts: bytes) -> None:
+def _read_settings(group: GroupState, peer_info: bytes) -> None:
     """What the environment sets, which is equal on all ranks where it must be, and this rank's cores."""
     group.compares = _C.env("check") != "0"
     group.synchronous = _C.env("check") == "1"
     group.own_output = _C.env("output") == "torch"
     group.local_ranks = _C.env("local_ranks") or max(len(ranks) for ranks in group.hosts)
     _C.plan_limit(_C.env("plan_cache"))
-    group.core_share = _C.core_share(facts, group.rank, group.local_ranks)
+    group.core_share = _C.core_share(peer_info, group.rank, group.local_ranks)
     _C.threads(torch.get_num_threads(), group.core_share)
     read_settings(group)
     warn_of_removed_variables()
@@ -163,11 +163,11 @@ def known_rejections(group: GroupState, device: str) -> tuple[tuple[str, str], .
 
 
 def _choose(
-    group: GroupState, facts: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
+    group: GroupState, peer_info: bytes, device: torch.device, refused: tuple[tuple[str, str], ...]
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """The transport, by what all ranks know: where none can serve, every rank raises the same error."""
     try:
-        return _C.choose(facts, device.type, refused)
+        return _C.choose(peer_info, device.type, refused)
     except (ValueError, SparError) as error:
         mark_reported(error, group)
         group.progress = OVER

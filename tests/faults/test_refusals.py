@@ -406,7 +406,7 @@ def stop_in_set_up(rank: int, folder: Path) -> None:
     if rank == 1:
         comm = group_of(process_group(None, "test"))
         own = bytes(8) + _C.peer_info(setup._host_id())
-        setup._all_gather(comm, own, "facts", "gather", torch.device("cpu"), comm.deadline())
+        setup._all_gather(comm, own, "peer info", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()

@@ -224,7 +224,7 @@ def test_peer_info_fits_into_an_agreement() -> None:
 
 
 def count_collectives(rank: int, folder: Path) -> None:
-    """Each stage of a set-up takes one collective: the facts, the set-up results, the connections."""
+    """Each stage of a set-up takes one collective: the peer info, the set-up results, the connections."""
     issued, issue = [], collectives._issue
     collectives._issue = lambda *args: issued.append(args) or issue(*args)  # type: ignore[func-returns-value]
     for transport, expected in (("shm", 3), ("tcp", 3), ("torch", 3), (tables.ACROSS, 3)):
