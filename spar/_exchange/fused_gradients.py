@@ -21,7 +21,8 @@ from .exchange import MOVE, Chain, Exchange
 from .layouts import out_shape
 from .observers import is_any_traced
 
-# views of [B, S, ...] that leave its items in their order
+# Backwards of views of [B, S, ...] that leave its items in their order. Torch's own nodes have no type in
+# Python that tells them apart, but a name.
 _SAME_ORDER = frozenset(("AliasBackward0", "UnsqueezeBackward0", "ViewBackward0"))
 
 
@@ -87,20 +88,26 @@ def targets_of(back: Exchange | Chain, grads: Sequence[Tensor], edges: Sequence[
     Returns:
         For each output columns of a tensor in the arena, or None; None where all are None.
     """
-    found: dict[Any, dict[int, int]] = {}
-    for i, (node, number) in enumerate(edges):
-        while node is not None and node.name() in _SAME_ORDER:
-            node, number = node.next_functions[0]
+    joins: dict[Any, dict[int, int]] = {}  # backward of Columns -> the number of its part -> of the gradient
+    for i, edge in enumerate(edges):
+        node, part = _behind_views(*edge)
         if type(node) is _NODE:
-            found.setdefault(node, {})[number] = i
-    if not found or isinstance(back, Chain) or not _takes_columns(back, grads):
+            joins.setdefault(node, {})[part] = i
+    if not joins or isinstance(back, Chain) or not _takes_columns(back, grads):
         return None
     targets: list[Any] = [None] * len(grads)
     taken = False
-    for node, outputs in found.items():
+    for node, outputs in joins.items():
         for i, target in _columns_of(node, outputs, back, grads).items():
             targets[i], taken = target, True
     return targets if taken else None
+
+
+def _behind_views(node: Any, number: int) -> tuple[Any, int]:
+    """Return the edge to which a gradient goes in the end, as the same memory: models view parts as heads."""
+    while node is not None and node.name() in _SAME_ORDER:
+        node, number = node.next_functions[0]
+    return node, number
 
 
 def _takes_columns(back: Exchange, grads: Sequence[Tensor]) -> bool:
