@@ -29,9 +29,9 @@ enum { DESCRIBES = 1, ENDS, WAITS, BREAKS };
 typedef struct {
     uint32_t kind, call, status, unused; /* status: of BREAKS; of ENDS, with which the rank failed the call */
     union {
-        spar_ranks ranks;       /* that caused it, of BREAKS */
-        spar_gathered gathered; /* of DESCRIBES */
-        spar_last_call waits;   /* of WAITS, on any group */
+        spar_ranks ranks;       /* BREAKS: that caused it */
+        spar_gathered gathered; /* DESCRIBES has it */
+        spar_last_call waits;   /* WAITS: on any group */
     };
     char text[SPAR_GROUP_TEXT];
 } control_message;
@@ -45,7 +45,7 @@ typedef struct {
     int taken;        /* and the caller knows */
     call_message in;
     size_t in_got;
-    char *to; /* of the bytes that come next; NULL: nobody wants them */
+    char *to; /* where the next bytes go; NULL: nobody wants them */
     int64_t left;
     control_message control;
     size_t control_got;

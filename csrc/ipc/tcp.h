@@ -22,7 +22,7 @@
 typedef struct {
     uint16_t family; /* AF_INET or AF_INET6; 0: the rank does not listen */
     uint16_t port;   /* in network order, as the address */
-    uint32_t scope;  /* of a link-local IPv6 address */
+    uint32_t scope;  /* the interface of a link-local IPv6 address */
     unsigned char address[16];
     spar_key secret;
 } spar_tcp_endpoint;

@@ -12,7 +12,7 @@ int64_t spar_row_bytes(const spar_plan_tensor *tensor)
         return 0;
     for (int i = ROW_DIMS; i < tensor->ndim; i++)
         if (__builtin_mul_overflow(bytes, tensor->global[i], &bytes))
-            return 0; /* of a tensor without items */
+            return 0; /* the tensor has no items */
     return bytes;
 }
 

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_KEPT_BYTES = 64 << 10 }; /* of a plan; the bounded cache has larger ones */
+enum { MOST_KEPT_BYTES = 64 << 10 }; /* larger plans are in the bounded cache alone */
 
 typedef struct {
     PyObject_HEAD
@@ -14,7 +14,7 @@ typedef struct {
     int world, rank, ntensors;
     int64_t item_size;
     int nargs[SPAR_GROUP_TENSORS];
-    int64_t *args; /* of all tensors, one behind the other */
+    int64_t *args; /* the tensors' layouts, one behind the other */
     int dtype;     /* a row of spar_scale_types, or 0 */
     spar_scale scale;
     spar_sum_kind sum;

@@ -18,7 +18,7 @@ typedef struct {
     void *const *const *outputs; /* [world] of the near ranks, each with the call's tensors */
     const int64_t *pitches;      /* [plan->ntensors] of this rank's outputs, as in plan/rows.h */
     spar_parcel *parcels;        /* [world] those of the far ranks are set */
-    spar_memory *staging;        /* of what is packed; NULL: nothing is */
+    spar_memory *staging;        /* holds what is packed; NULL: nothing is */
     int64_t bytes;               /* its length */
     int gathers;
 } spar_parcels;

@@ -35,7 +35,7 @@ typedef struct {
     int32_t failed;
     int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
     char reason[88];
-    int64_t offset;  /* of its mailbox, if it has one */
+    int64_t offset;  /* where its mailbox lies, if it has one */
     char token[152]; /* nccl: see there; where it listens for far ranks: spar_tcp_endpoint */
 } spar_setup_result;
 
@@ -81,7 +81,7 @@ typedef struct {
  * the reason why there is none. */
 typedef struct {
     const char *none;
-    int64_t bytes;         /* of a rank's slot, the same on all */
+    int64_t bytes;         /* a rank's slot has, the same on all */
     const uint64_t *bases; /* [world] of the slots; multiples of 16 are fast */
     const uint64_t *flags; /* [world] of `world` words of 32 bits each, which are 0 */
 } spar_slots;

@@ -72,7 +72,7 @@ class Doctor:
         self.at = at
         self.compared = 0  # models
         self.differs = False
-        self.calls: dict[Any, int] = {}  # of a model's forward; the forwards are kept alive
+        self.calls: dict[Any, int] = {}  # by a model's forward; the forwards are kept alive
         self._busy = False
 
     def around(self, own: Any) -> Any:

@@ -207,7 +207,8 @@ def _wait(
         if enqueue and not on_cpu:
             work.wait()
             return
-        patience = 1.0 if on_cpu else 0.0  # of a backend that has the time limit itself
+        # A backend that has the time limit itself may end a moment later.
+        patience = 1.0 if on_cpu else 0.0
         while not _ended(group, op, work, on_cpu, deadline, mailboxes):
             if mailboxes is not None:
                 mailboxes.poll(deadline)

@@ -10,7 +10,8 @@ import weakref
 import torch.distributed as dist
 
 process = os.getpid()
-_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # of inherited ones
+# The processes that made the groups which a fork inherits.
+_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def maker(group: dist.ProcessGroup) -> int:

@@ -19,7 +19,7 @@ from .trace import MAKER, Entry, Key, Spot, Trace
 
 _SMALL = 1e-3  # of the largest gradient: below, one may be what rounding left
 _DRAW_APART = ("scaled_dot_product_attention", "multi_head_attention_forward")
-_MOST_TEXT = 300  # of an error
+_MOST_TEXT = 300  # characters that are shown of an error
 _MOST_READERS = 4  # that a text names
 
 
@@ -55,7 +55,7 @@ class _Row(NamedTuple):
     """What one rank found of a tensor."""
 
     key: Key
-    distance: float | None  # of values; None: not compared
+    distance: float | None  # between the values; None: not compared
     scale: float
     floor: float
     tolerance: float

@@ -57,7 +57,7 @@ _SKIPPED = ("is_", "_c10d_functional")  # the results of the latter may not have
 MAKER = -1  # `times` of what stands for a function of autograd's graph
 _FEW = 4  # numbers by which ranks compare what each has computed whole
 _CANCELLED = 1e-3  # of what a function reads: up to there, what it returns may be what rounding left
-_MOST_NODES = 1000  # of a graph, between two calls that were seen
+_MOST_NODES = 1000  # a graph has between two calls that were seen
 
 
 class Spot(NamedTuple):
@@ -152,8 +152,9 @@ class Trace(TorchFunctionMode):
         self.of_parameters = {id(p): name for name, p in model.named_parameters()}
         self.sharded, self.local = sharded, local
         self.entries: dict[Key, Entry] = {}
-        self.readers: dict[str, list[Spot]] = {}  # of parameters
-        self.gradients: dict[str, Tensor] = {}  # of parameters
+        # by the names of parameters
+        self.readers: dict[str, list[Spot]] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.newest: Spot | None = None  # call; None once backward began
         self._known = WeakTensorKeyDictionary()
         self._makers: dict[Any, Entry] = {}  # by nodes of autograd's graph
@@ -190,7 +191,7 @@ class Trace(TorchFunctionMode):
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                local: Any = getattr(gradient, "_local_tensor", gradient)  # of a DTensor
+                local: Any = getattr(gradient, "_local_tensor", gradient)  # a DTensor has one
                 self.gradients[name] = sketch(local.detach())
 
     def _takes(self, model: torch.nn.Module, own: Any, given: Any) -> None:

@@ -51,7 +51,7 @@ class Work:
     """
 
     _seen = True  # until there is an exchange that may fail
-    _tensors = 0  # of a list
+    _tensors = 0  # how many a list has
 
     def __init__(
         self,

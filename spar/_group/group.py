@@ -412,7 +412,7 @@ class Call:
         self, group: Group | Place, name: str, exchanges: int = 1, device: str | None = None
     ) -> None:
         self.group, self.name, self.exchanges, self.device = group, name, exchanges, device
-        self.tensors = 0  # of a list
+        self.tensors = 0  # how many a list has
 
     def __enter__(self) -> Call:
         group = self.group

@@ -190,7 +190,7 @@ def torch_shares_nccl(library: str = str(Path(torch.__file__).parent / "lib" / "
     """
     addresses = []
     for handle in (_mapped(library), _mapped("libnccl.so.2")):
-        function = getattr(handle, "ncclGetVersion", None)  # of the library, or of one that it links
+        function = getattr(handle, "ncclGetVersion", None)  # the library's own, or that of one that it links
         addresses.append(ctypes.cast(function, ctypes.c_void_p).value if function else None)
     return addresses[0] is not None and addresses[0] == addresses[1]
 

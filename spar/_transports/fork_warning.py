@@ -35,7 +35,7 @@ def watch() -> None:
     """Register the callback, once per process."""
     first: Semaphore | None = None  # where the system has none, each worker warns
     with contextlib.suppress(ImportError, OSError):
-        first = multiprocessing.get_context("fork").Semaphore(1)  # of all children: the first one warns
+        first = multiprocessing.get_context("fork").Semaphore(1)  # children share it: the first one warns
     util.register_after_fork(_look, functools.partial(_look, first))
 
 

@@ -101,7 +101,7 @@ class NcclChannel(CoreChannel):
         native = self.device.native()
         super().__init__(group, _C.comm("nccl", *place, self.device.index, native))
         self.has_native = native != 0
-        self.inside = False  # of a call
+        self.inside = False  # whether a call is under way
         self._grace = _GRACE
 
     def watch(self) -> None:

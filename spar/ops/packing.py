@@ -66,7 +66,7 @@ class PackedSamples:
         self._shape: tuple[int, int] | None = None
         if isinstance(samples, Tensor) and samples.dim() == 2:
             self._shape = samples.size(0), samples.size(1)
-            places = samples.ne(0).cpu().flatten().nonzero()[:, 0]  # of tokens in the batch
+            places = samples.ne(0).cpu().flatten().nonzero()[:, 0]  # where tokens are in the batch
             self._lengths: list[int] = samples.ne(0).sum(1).tolist()
         else:
             listed = samples.tolist() if isinstance(samples, Tensor) else samples
@@ -235,7 +235,7 @@ class PackedSamples:
 
     def _balanced(self, rows: int) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(rows)]
-        least = [(0, 0, row) for row in range(rows)]  # of each row: tokens, samples
+        least = [(0, 0, row) for row in range(rows)]  # tokens, samples, row
         for sample in sorted(range(len(self._lengths)), key=lambda sample: -self._lengths[sample]):
             tokens, samples, row = heapq.heappop(least)
             found[row].append(sample)

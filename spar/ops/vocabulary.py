@@ -18,7 +18,7 @@ from .._exchange.autocast import no_autocast
 from .._exchange.dispatch import library
 from .._exchange.observers import have_tangents, is_transformed
 
-TOKENS, COLUMNS = 1024, 4096  # of a tile: 16 MB in float32
+TOKENS, COLUMNS = 1024, 4096  # a tile has 16 MB in float32
 _LEAST = -1e4  # its exp is 0 in each dtype, and its product with 0 is not NaN
 
 

@@ -60,7 +60,7 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
 typedef struct {
     void *sync;        /* the rank's spar_kernel_sync, in device memory */
     int second;        /* waits for the peers, and ends the round; else copies, and signals them */
-    uint64_t limit_ns; /* of a wait; 0: none */
+    uint64_t limit_ns; /* how long it waits; 0: without a limit */
     /* [plan->ntensors] of a direct round's first half, else NULL: where the peers write this rank's outputs,
      * less spar_image_at, from its slot's first half on, in 16 bytes; or SPAR_KERNEL_IMAGE */
     const uint32_t *offers;

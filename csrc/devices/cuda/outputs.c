@@ -10,7 +10,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ALIGNMENT = 512, /* of what torch hands out */
+    ALIGNMENT = 512, /* what torch hands out has it */
     SKIPPED = 64,    /* calls, after there was no room */
 };
 

@@ -24,10 +24,10 @@ typedef struct {
     spar_push_state *push;
     uint32_t salt;
     int words;
-    size_t bytes; /* of a rank's input, which is as large as its output */
+    size_t bytes; /* a rank's input has, and its output */
     spar_plan *plan;
     CUstream stream;
-    char *memory; /* of the device: the inputs of all rounds, then the outputs of those that are not direct */
+    char *memory; /* on the device: the inputs of all rounds, then the outputs of those that are not direct */
     char *outputs[ROUNDS];
     uint32_t *host; /* room for `memory` */
 } check;

@@ -19,7 +19,7 @@
 
 typedef struct {
     int world, rank;
-    int64_t half;                   /* of a slot: its bytes, */
+    int64_t half;                   /* a half's bytes, */
     int64_t area;                   /* those for each peer, */
     int64_t second;                 /* and where the second one begins, from the first one on */
     int64_t least;                  /* bytes of a direct call's outputs */
@@ -27,7 +27,7 @@ typedef struct {
     void *sync;                     /* the spar_kernel_sync, in device memory */
     uint32_t *stop;                 /* atomic, in page-locked memory: see spar_kernel_sync */
     int captured;                   /* a graph has a call, and may be replayed */
-    char *bases[SPAR_KERNEL_RANKS]; /* of the first halves */
+    char *bases[SPAR_KERNEL_RANKS]; /* where the first halves begin */
 } spar_push_state;
 
 /* Opens it over the slots of world >= 2 ranks; the device is entered. */

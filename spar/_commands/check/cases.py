@@ -35,7 +35,7 @@ from .shards import (
 from .trial import NO_GRADIENT, OWN, Case, Setting, Tensors, Trial, numbers
 
 Call = Callable[..., Any]
-Sizes = list[int]  # of the shards of all ranks
+Sizes = list[int]  # how large each rank's shard is
 LENGTHS = list(DOCUMENTS)
 METHODS = ("ulysses", "gather", "ring")
 NEED_GROUPS = ("SequenceLayout.hybrid", "attention (ring x")  # a parallel state of one rank has none

@@ -19,7 +19,7 @@ from .ways import Way, evaluate, planned_ranks, recommended, ways_of
 MOST_RANKS = 1024
 MOST_TOKENS = 2**26
 MOST_WINDOW = 2**31 - 1
-MOST_ITEMS = 2**50  # of queries: strides and bytes of all ranks are 64-bit ints
+MOST_ITEMS = 2**50  # queries have: strides and bytes of all ranks are 64-bit ints
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 SUMMARY = "show what each method and layout costs for a model's attention, before anything runs"
