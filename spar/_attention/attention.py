@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar.attention: check the arguments, and choose how the ranks share the work."""
+"""spar.attention: find how the ranks share the work, which a group remembers, or check and decide it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
+from types import NoneType
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from .._exchange.arguments import Arguments, ranks_of
+from .._exchange.arguments import Arguments, Key, ranks_of
 from .._group.group import Call, Group
-from .._group.registry import place_of
+from .._group.registry import by_process_group, place_of
+from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
-from .methods import gathered, hybrid, round_the_ring, ulysses
+from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
-from .parts import Outs
-from .problem import Attend, Problem, Weights, checked
+from .problem import Attend, Problem, Request, checked, hashes_of
 from .ring import forward_exchanges
 from .spans import Spans
 
@@ -28,15 +29,29 @@ Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
 class _Method(NamedTuple):
     """A way to share an attention, and its number of exchanges in forward for a number of ranks."""
 
-    run: Callable[[Problem], Outs]
+    decide: Callable[[Problem], Run]
     exchanges: Callable[[int], int]
 
 
 _METHODS = {
     "ulysses": _Method(ulysses, lambda world: 2),
-    "gather": _Method(gathered, lambda world: 1),
-    "ring": _Method(round_the_ring, forward_exchanges),
+    "gather": _Method(gather, lambda world: 1),
+    "ring": _Method(ring, forward_exchanges),
 }
+
+
+class Attention(NamedTuple):
+    """What was decided of an attention from shapes, layouts and options; a group remembers it by these.
+
+    Attributes:
+        run: attends.
+        mask: the shape of the mask with four dims; None: there is none.
+        exchanges: as of Call, how many of this rank its peers wait for if it fails.
+    """
+
+    run: Run
+    mask: tuple[int, ...] | None
+    exchanges: int
 
 
 # Arguments of scaled_dot_product_attention and of exchanges, and what replaces them.
@@ -205,33 +220,20 @@ def attention(
     if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
         raise _layout_error(layout, q)
     function, kernel = (None, attend) if isinstance(attend, str) else (attend, None)
-    arguments = q, k, v, (queries, keys), (seq_dim, head_dim)
-    spans = mask if isinstance(mask, Spans) else None
-    dense = None if isinstance(mask, Spans) else mask
-    weights = Weights(
-        causal,
-        dense,
-        spans,
-        window,
-        sinks,
-        cast(float, softcap),
-        bias,
-        dropout_p,
-        function,
-        kernel,
-        bool(return_lse),
-    )
+    spans, dense = (mask, None) if isinstance(mask, Spans) else (None, mask)
+    options = causal, window, softcap, scale, dropout_p, method, kernel, seq_dim, head_dim, bool(return_lse)
+    passed: tuple[Any, ...] = q, k, v, queries, keys, dense, spans, sinks, bias, function, *options
+    request = Request(*passed)
     if method is not None or queries.kind != "hybrid" or keys != queries:
-        return _attend(*arguments, weights, scale, method)
+        return _attend(request)
     groups = _group_of_state(queries, "ulysses"), _group_of_state(queries, "ring")
-    ring = ranks_of(groups[1], "attention")
-    with Call(ring, "attention", _until_next(forward_exchanges(ring.world)), _device_of(q)):
-        return _attend(*arguments, weights, scale, None, groups)
+    across = ranks_of(groups[1], "attention")
+    with Call(across, "attention", _until_next(forward_exchanges(across.world)), _device_of(q)):
+        return _attend(request, groups)
 
 
-def chosen_method(layouts: tuple[SequenceLayout, SequenceLayout | None], heads: int) -> str:
+def chosen_method(queries: SequenceLayout, keys: SequenceLayout | None, heads: int) -> str:
     """Return the method where the caller names none: "hybrid" for q, k and v of one hybrid layout."""
-    queries, keys = layouts
     if queries.kind == "hybrid" and keys == queries:
         return "hybrid"
     exchanges_heads = heads >= place_of(queries.group).world and keys is not None
@@ -254,10 +256,9 @@ def exchanges_only(
 
     groups: of ulysses, and of the ring around it, for a hybrid layout and method None.
     """
-    weights = Weights(causal, None, mask, window, None, cast(float, None), None, 0.0, None, None, False)
-    zeros: torch.Tensor = _attend(
-        q, k, v, (layout, layout), (1, 2), weights, None, method, groups, computes=False
-    )
+    options = causal, window, None, None, 0.0, method, None, 1, 2, False, False
+    passed: tuple[Any, ...] = q, k, v, layout, layout, None, mask, None, None, None, *options
+    zeros: torch.Tensor = _attend(Request(*passed), groups)
     return zeros
 
 
@@ -271,48 +272,116 @@ def _until_next(exchanges: int) -> int:
     return exchanges and exchanges + 1
 
 
-def _attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    layouts: tuple[SequenceLayout, SequenceLayout | None],
-    dims: tuple[int, int],
-    weights: Weights,
-    scale: float | None,
-    method: str | None,
-    groups: tuple[Any, Any] | None = None,
-    computes: bool = True,
-) -> Any:
-    """Check all arguments but the layouts, and attend.
+def _attend(request: Request, groups: tuple[Any, Any] | None = None) -> Any:
+    """Find the attention of a request of which the layouts are checked, or check and decide it; and attend.
 
-    groups: of ulysses, and of the ring around it. computes: as of Problem.
+    groups: of ulysses, and of the ring around it.
     """
-    queries, keys = layouts
-    waited = 2 if groups else int(keys is not None)
-    group = groups[0] if groups else queries.group
-    with Arguments("attention", q, group, "q", _until_next(waited)) as call:
-        problem = checked(call, k, v, layouts, dims, weights, scale)
-        if not computes:
-            problem = replace(problem, computes=False)
-        if method is None and groups is None:
-            method = chosen_method(layouts, problem.inputs.heads)
-        if method not in _METHODS and groups is None:
-            raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
-        mask = problem.weights.mask
+    among = groups[0] if groups else request.queries.group
+    known = None if is_dynamo_compiling() else by_process_group.get(id(among))
+    group = ranks_of(among, "attention") if known is None else known
+    # As `_until_next` says, until it is known which method it is.
+    waited = 3 if groups else 2 * int(request.keys is not None)
+    q, dtype = request.q, None
+    with Call(group, "attention", waited, _device_of(q)) as call:
+        if isinstance(q, torch.Tensor) and not q.is_meta:  # meta tensors have no autocast
+            device = "cpu" if q.is_cpu else q.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        key = found = None
+        if isinstance(group, Group) and not torch.compiler.is_compiling():
+            key = _key(request, dtype, groups)
+            found = None if key is None else group.exchanges.get(key)
+        if found is None:
+            with Arguments("attention", q, group, "q", 0) as checks:
+                found = _decided(checks, request, dtype, groups)
+            if isinstance(group, Group) and key is not None:
+                group.exchanges[key] = found
+        call.exchanges = found.exchanges
+        if dtype is not None:
+            request = _cast(request, dtype)
+        if found.mask is not None:
+            request = request._replace(mask=request.mask.reshape(found.mask))
+        out, *lse = found.run(request)
+        return (out.contiguous(), lse[0].contiguous()) if lse else out.contiguous()
+
+
+def _cast(request: Request, dtype: torch.dtype) -> Request:
+    """Cast what torch's autocast casts of the arguments of scaled_dot_product_attention."""
+    device, made = request.q.device.type, {}
+    for name in ("q", "k", "v", "mask"):
+        x = getattr(request, name)
+        is_cast = isinstance(x, torch.Tensor) and x.device.type == device and x.is_floating_point()
+        if is_cast and x.dtype != torch.float64:
+            made[name] = x.to(dtype)
+    return request._replace(**made)
+
+
+# Equal options of other types, such as tensors, need not mean the same.
+_EXACT = frozenset({bool, int, float, str, NoneType})
+
+
+def _key(request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | None) -> Key:
+    """Return by what a group remembers the attention of a request; None: it does not.
+
+    A layout's group is not kept, or it would live on. Of values their shapes decide, and what ranks compare.
+
+    dtype: to which autocast casts.
+    """
+    q, k, v, queries, keys, mask, spans, sinks, bias, attend, *options = request
+    for x in (q, k, v):
+        if type(x) not in PLAIN_TYPES or x.is_nested:
+            return None
+    if type(request.window) is tuple:
+        options += request.window
+        options[1] = None
+    types = tuple(map(type, options))
+    if not _EXACT.issuperset(types):
+        return None
+    values: tuple[object, ...] = ()
+    if not (mask is spans is sinks is None and bias is None and attend is None):
+        tensors = [x for x in (mask, sinks) if x is not None]
+        functions = [x for x in (bias, attend) if x is not None]
+        if not all(type(x) in PLAIN_TYPES for x in tensors) or not all(map(callable, functions)):
+            return None
         learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if learns and (method != "ulysses" or problem.weights.by_blocks):
-            expected = (
-                'one that does not, or method="ulysses" without a named kernel, spans, window, sinks, '
-                "softcap and bias"
-            )
-            raise call.error("mask", "a tensor that requires a gradient", expected)
-        if groups is not None:
-            outs = hybrid(problem, *groups)
-        else:
-            run, count = _METHODS[cast(str, method)]
-            call.exchanges = 0 if keys is None else _until_next(count(call.world))
-            outs = run(problem)
-        return outs[0].contiguous() if len(outs) == 1 else (outs[0].contiguous(), outs[1].contiguous())
+        passed = mask is None, sinks is None, bias is None, attend is None, learns
+        shapes = [(x.shape, x.dtype, x.device, x.layout) for x in tensors]
+        values = *passed, *shapes, None if spans is None else spans.shape, hashes_of(request)
+    if request.kernel is not None:  # which is asked once whether it can compute this
+        values = *values, torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+    of_keys = None if keys is None else queries is keys or (keys.kind, keys.numbers, id(keys.group))
+    return (
+        *("attention", queries.kind, queries.numbers, of_keys, groups and place_of(groups[1]).handle),
+        *(q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout),
+        *(v.shape, v.dtype, v.device, v.layout, tuple(options), types, dtype, values),
+    )
+
+
+def _decided(
+    call: Arguments, request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | None
+) -> Attention:
+    """Check a request but for the layouts, and decide how the ranks share it; dtype: as of `_key`."""
+    hashes, method = hashes_of(request), request.method
+    if dtype is not None:
+        request = _cast(request, dtype)
+        call.input = request.q
+    problem = checked(call, request, hashes)
+    if method is None and groups is None:
+        method = chosen_method(request.queries, request.keys, problem.shapes.heads)
+    if method not in _METHODS and groups is None:
+        raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
+    learns = problem.mask is not None and request.mask.requires_grad and torch.is_grad_enabled()
+    if learns and (method != "ulysses" or problem.by_blocks):
+        expected = (
+            'one that does not, or method="ulysses" without a named kernel, spans, window, sinks, '
+            "softcap and bias"
+        )
+        raise call.error("mask", "a tensor that requires a gradient", expected)
+    if groups is not None:
+        return Attention(hybrid(problem, *groups), problem.mask, _until_next(2))
+    decide, count = _METHODS[str(method)]
+    exchanges = 0 if problem.keys is None else _until_next(count(call.world))
+    return Attention(decide(problem), problem.mask, exchanges)
 
 
 def _layout_error(layout: object, q: object) -> TypeError:
@@ -329,7 +398,12 @@ def _layout_error(layout: object, q: object) -> TypeError:
 
 
 def _device_of(q: object) -> str | None:
-    return q.device.type if isinstance(q, torch.Tensor) else None
+    """Return the type of the device of a call's exchanges, as of Call."""
+    if not isinstance(q, torch.Tensor):
+        return None
+    if type(q) not in PLAIN_TYPES and hasattr(q, "fake_mode"):
+        return "meta"
+    return "cpu" if q.is_cpu else q.device.type
 
 
 def _group_of_state(layout: SequenceLayout, name: str) -> Any:

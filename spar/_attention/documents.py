@@ -7,7 +7,6 @@ that it shares with others, and under causality none behind its last query.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,7 +62,7 @@ def _sent(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Sent:
     return sent
 
 
-def _gathered(
+def gathered_of(
     numbers: Layout, world: int, rank: int, causal: bool, plain: bool, whole_documents: bool
 ) -> Gathered:
     """Return what a rank gathers.
@@ -86,9 +85,6 @@ def _gathered(
     steps = [tuple(blocks_of(own, step, causal, True, plain)) for step in keys]
     note = f"hash of the runs {digest(numbers):x}"
     return Gathered(plan, tuple(wanted[rank]), Round(tuple(steps)), note)
-
-
-gathered_of = functools.lru_cache(256)(_gathered)
 
 
 def documents_round(numbers: Layout, world: int, rank: int, causal: bool, plain: bool) -> Round:

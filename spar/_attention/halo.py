@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from .._exchange.gather_plan import GatherPlan as Plan, plan_pieces
 from .._exchange.layouts import WHOLE, Layout, Piece, by_sizes, pair, pieces, rotated, shards
-from ..sequence_layout import SequenceLayout, numbers_of
 from . import tiles
 from .blocks import Block
 from .ring import Round, Shift
@@ -37,11 +36,10 @@ class Halo(NamedTuple):
     held: tuple[Piece, ...]
 
 
-def halo_of(spans: Spans, queries: SequenceLayout, keys: SequenceLayout, world: int, rank: int) -> Halo:
+def halo_of(spans: Spans, queries: Layout, keys: Layout, world: int, rank: int) -> Halo:
     """Return the halo of a rank; its own keys stay, whether its queries attend to them or not."""
-    of_queries, of_keys = numbers_of(queries, 0), numbers_of(keys, 0)
-    key = "halo", of_queries, of_keys, world, rank, tiles.TILE
-    made: Halo = spans.remember(key, lambda: _halo(spans, of_queries, of_keys, world, rank))
+    key = "halo", queries, keys, world, rank, tiles.TILE
+    made: Halo = spans.remember(key, lambda: _halo(spans, queries, keys, world, rank))
     return made
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from .._exchange.arguments import Arguments
 
 
-def checked_mask(call: Arguments, mask: object, whole_shape: tuple[int, int, int, int]) -> Tensor:
-    """Return the mask with four dims, each of its size in the whole shape, [B, H, S, T], or 1."""
+def shape_of_mask(call: Arguments, mask: object, whole_shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """Return the mask's shape with four dims, each of its size in the whole shape, [B, H, S, T], or 1."""
     batch, _, queries, keys = whole_shape
     whole = f"[.., {queries}, {keys}] over the whole sequence, or a key mask [{batch}, {keys}]"
     if not isinstance(mask, Tensor):
@@ -25,11 +25,11 @@ def checked_mask(call: Arguments, mask: object, whole_shape: tuple[int, int, int
             raise call.error(
                 "mask", f"of shape {shape}", f"3 or 4 dims, as it may be a key mask or [{queries}, {keys}]"
             )
-        return mask[:, None, None, :]
+        return batch, 1, 1, keys
     if not 2 <= mask.dim() <= 4:
         raise call.error("mask", f"of shape {shape}", whole)
-    full = mask.reshape([1] * (4 - mask.dim()) + shape)
-    if any(size not in (1, most) for size, most in zip(full.shape, whole_shape, strict=True)):
+    full = *[1] * (4 - mask.dim()), *shape
+    if any(size not in (1, most) for size, most in zip(full, whole_shape, strict=True)):
         raise call.error("mask", f"of shape {shape}", whole)
     return full
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,163 +13,216 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _C
 from .._checks import digest
+from .._control.state import Place
 from .._exchange.arguments import Arguments
-from .._exchange.layouts import extent, total_of
+from .._exchange.layouts import Layout, extent, total_of
 from .._exchange.observers import is_fake
+from .._group.group import Group
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
 from .kernels import NAMES, reason_against
 from .kernels.kernel import Needs
-from .masks import checked_mask
+from .masks import shape_of_mask
 from .pairs import Function
-from .spans import Spans, with_keywords
+from .scores import Scores
+from .spans import Keywords, Spans, with_keywords
 from .strips import strips_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Window = tuple[int | None, int | None]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """This rank's tensors, in the caller's order of dims, and how they lie on the ranks.
+class Request(NamedTuple):
+    """One call, as its caller passes it. Tensors and functions decide by what they are, not by their values.
 
     Attributes:
         q: `[B, S_local, H, D]` by default.
         k, v: `[B, T_local, K, D]` and `[B, T_local, K, E]`; K divides H.
         queries, keys: the layouts of q, and of k and v; None: every rank holds the whole k and v.
-        heads, key_heads: H and K.
+        mask: over the whole sequence; once it was checked `[B, H, S, T]`, of which dims of size 1 broadcast.
+        spans: which keys each query attends to.
+        sinks: `[H]`, the score of a key of value 0 that each query of a head attends to besides.
+        bias: what is added to the scores.
+        attend: the caller's kernel, which applies all this itself.
+        kernel: the name of one of spar's kernels; None chooses one.
+        computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    queries: SequenceLayout
+    keys: SequenceLayout | None
+    mask: Any
+    spans: Spans | None
+    sinks: Any
+    bias: Function | None
+    attend: Attend | None
+    causal: bool
+    window: Window | None
+    softcap: float | None
+    scale: float | None
+    dropout_p: float
+    method: str | None
+    kernel: str | None
+    seq_dim: int
+    head_dim: int
+    returns_lse: bool
+    computes: bool = True
+
+
+class Shapes(NamedTuple):
+    """What the shapes of q, k and v say.
+
+    Attributes:
+        batch, heads, key_heads, value_width: B, H, K and E.
+        tokens, key_tokens: how many of q, and of k and v, this rank holds.
         seq, head: the dims of S and H.
         by_heads, as_given: permute a tensor to `[B, H, S, D]`, and back.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    queries: SequenceLayout
-    keys: SequenceLayout | None
+    batch: int
     heads: int
     key_heads: int
+    value_width: int
+    tokens: int
+    key_tokens: int
     seq: int
     head: int
     by_heads: tuple[int, ...]
     as_given: tuple[int, ...]
 
-    @property
-    def packed(self) -> bool:
-        return self.queries.is_packed
-
-    @property
-    def listed(self) -> bool:
-        """Whether any runs of documents lie on a rank, which then needs keys of few other ranks."""
-        return self.queries.kind in ("balanced", "documents")
-
-    @property
-    def total_keys(self) -> int:
-        return self.k.size(self.seq) if self.keys is None else self.keys.total
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How scores `[B, H, S, T]` become weights.
-
-    Attributes:
-        causal: whether a query attends to no key behind it.
-        mask: over the whole sequence; once checked `[B, H, S, T]`, of which dims of size 1 broadcast.
-        spans: which keys each query attends to. Once checked: what causality, documents, a window and the
-            caller's spans leave together, if there are spans, a window or a bias; else None.
-        window: how many keys before and behind its place a query attends to; None on a side: all.
-        sinks: `[H]`, the score of a key of value 0 that each query of a head attends to besides.
-        softcap: what limits the scores; 0: nothing.
-        bias: what is added to the scores.
-        dropout_p: the probability that a weight is dropped.
-        attend: the caller's kernel, which applies all this itself.
-        kernel: the name of one of spar's kernels; None chooses one.
-        returns_lse: whether the caller asks for the log-sum-exp.
-    """
-
-    causal: bool
-    mask: Tensor | None
-    spans: Spans | None
-    window: tuple[int | None, int | None] | None
-    sinks: Tensor | None
-    softcap: float
-    bias: Function | None
-    dropout_p: float
-    attend: Attend | None
-    kernel: str | None
-    returns_lse: bool
-
-    @property
-    def uses_spans(self) -> bool:
-        """Whether spans say which blocks there are."""
-        return self.spans is not None or self.window is not None or self.bias is not None
-
-    @property
-    def blockwise(self) -> bool:
-        """Whether blocks can be computed apart and merged."""
-        return self.attend is None and self.dropout_p == 0.0
-
-    @property
-    def by_blocks(self) -> bool:
-        """Whether torch's scaled_dot_product_attention cannot compute it, or the caller named a kernel."""
-        changes = self.sinks is not None or self.softcap > 0 or self.returns_lse
-        return changes or self.uses_spans or self.kernel is not None
-
 
 @dataclass(frozen=True)
 class Problem:
-    """One checked call.
+    """One checked attention, without its tensors and process groups: what remembers it keeps none of them.
 
     Attributes:
+        where: the operation and the rank, for messages.
+        queries, keys: the layouts along dim 0, as in Request.
+        total, total_keys: the numbers of queries and keys of the whole sequence.
+        packed, lengths: whether there are documents, and how long they are.
+        listed: whether any runs of documents lie on a rank, which then needs keys of few other ranks.
+        mask: the shape of the mask as in Request; None: there is none.
+        softcap: what limits the scores; 0: nothing.
         note: what ranks compare besides shapes and layouts.
+        uses_spans: whether spans say which blocks there are.
+        blockwise: whether blocks can be computed apart and merged.
+        by_blocks: whether torch's scaled_dot_product_attention cannot compute it, or a kernel was named.
         varied: as in Needs.
-        computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
     """
 
-    call: Arguments
-    inputs: Inputs
-    weights: Weights
+    group: Group | Place
+    where: str
+    shapes: Shapes
+    queries: Layout
+    keys: Layout | None
+    total: int
+    total_keys: int
+    packed: bool
+    lengths: tuple[int, ...]
+    listed: bool
+    mask: tuple[int, ...] | None
+    causal: bool
+    window: Window | None
+    softcap: float
     scale: float
+    dropout_p: float
+    kernel: str | None
+    returns_lse: bool
+    computes: bool
     note: str
+    uses_spans: bool
+    blockwise: bool
+    by_blocks: bool
     varied: bool
-    computes: bool = True
+
+    @property
+    def keywords(self) -> Keywords:
+        """The arguments of `closed` for what causality, the window and documents leave."""
+        return self.total, self.total_keys, self.causal, self.window, self.lengths
+
+    def is_empty(self, heads: int, queries: int, keys: int) -> bool:
+        """Whether nothing is to be computed of so many: there are no items, or exchanges alone are wanted.
+
+        q and k may have no width.
+        """
+        is_wanted = self.shapes.value_width > 0 or self.returns_lse
+        return not self.computes or not is_wanted or 0 in (self.shapes.batch, heads, queries, keys)
+
+    def scores(self, first: int = 0) -> Scores:
+        """Return how scores change, of the heads from `first` on, without spans and bias."""
+        changes = self.softcap, None, None, first, self.kernel, self.varied, self.returns_lse
+        return Scores(self.scale, *changes)
+
+    def error(self, name: str, value: object, expected: str) -> ValueError:
+        return ValueError(f"{self.where}: {name} is {value}; expected {expected}")
 
 
-# The layouts of q, and of k and v.
-Layouts = tuple[SequenceLayout, SequenceLayout | None]
-# seq_dim and head_dim.
-Dims = tuple[int, int]
+def checked(call: Arguments, request: Request, hashes: Sequence[str]) -> Problem:
+    """Check a request of which the call's input is q; hashes: of `hashes_of`."""
+    shapes, queries, keys = _checked_shapes(call, request), request.queries, request.keys
+    causal, attend, dropout_p = bool(request.causal), request.attend, request.dropout_p
+    total, total_keys = queries.total, shapes.key_tokens if keys is None else keys.total
+    if attend is not None and not callable(attend):
+        raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")
+    if causal and attend is not None and total_keys != total:
+        raise call.error("the number of keys", total_keys, f"{total} for attend with causal=True")
+    mask = None
+    if request.mask is not None:
+        mask = shape_of_mask(call, request.mask, (shapes.batch, shapes.heads, total, total_keys))
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
+    if request.returns_lse and (attend is not None or dropout_p):
+        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
+        raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
+    window = None if request.window is None else _checked_window(call, request.window, total, total_keys)
+    softcap = _checked_softcap(call, request.softcap) if request.softcap is not None else 0.0
+    if request.sinks is not None:
+        _check_sinks(call, request.sinks, shapes.heads)
+    if request.bias is not None and not callable(request.bias):
+        raise call.type_error("bias", f"{request.bias!r:.200}", "a function of index tensors, or None")
+    _check_exclusive(call, request)
+    if request.spans is not None:
+        _check_spans(call, request.spans, shapes, total, total_keys)
+    uses_spans = request.spans is not None or window is not None or request.bias is not None
+    changes = request.sinks is not None or softcap > 0 or request.returns_lse
+    problem = Problem(
+        call.group,
+        call.where,
+        shapes,
+        numbers_of(queries, 0),
+        None if keys is None else numbers_of(keys, 0),
+        total,
+        total_keys,
+        queries.is_packed,
+        queries.lengths if queries.is_packed else (),
+        queries.kind in ("balanced", "documents"),
+        mask,
+        causal,
+        window,
+        softcap,
+        # Scores of no width are 0.
+        max(call.input.size(3), 1) ** -0.5 if request.scale is None else float(request.scale),
+        float(dropout_p),
+        request.kernel,
+        request.returns_lse,
+        request.computes,
+        _note(request, window, softcap, hashes),
+        uses_spans,
+        attend is None and dropout_p == 0.0,
+        changes or uses_spans or request.kernel is not None,
+        queries.is_packed or uses_spans,
+    )
+    if request.kernel is not None:
+        _check_kernel(call, problem, request)
+    return problem
 
 
-def checked(
-    call: Arguments, k: Any, v: Any, layouts: Layouts, dims: Dims, weights: Weights, scale: float | None
-) -> Problem:
-    """Check an attention of which the call's input is q."""
-    q, device, given, spans = call.input, call.input.device.type, weights.mask, weights.spans
-    if device != "meta" and torch.is_autocast_enabled(device):  # meta tensors have none
-        q, k, v, mask = (_autocast(x, device) for x in (q, k, v, weights.mask))
-        weights = replace(weights, mask=mask)
-    inputs = _checked_inputs(call, (q, k, v), layouts, dims)
-    _check_shapes(call, inputs)
-    weights = _checked_weights(call, inputs, weights, scale)
-    note = _note(weights, given, spans, scale)
-    # Scores of no width are 0.
-    factor = max(inputs.q.size(3), 1) ** -0.5 if scale is None else float(scale)
-    varied = inputs.queries.is_packed or weights.spans is not None
-    return Problem(call, inputs, weights, factor, note, varied)
-
-
-def _autocast(x: Any, device: str) -> Any:
-    """Cast what torch's autocast casts of the arguments of scaled_dot_product_attention."""
-    if not isinstance(x, Tensor) or x.device.type != device:
-        return x
-    casts = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device)) if casts else x
-
-
-def _checked_inputs(call: Arguments, tensors: tuple[Any, Any, Any], layouts: Layouts, dims: Dims) -> Inputs:
-    """Check what each tensor is, and which dims are the sequence and the heads."""
-    q, k, v = tensors
+def _checked_shapes(call: Arguments, request: Request) -> Shapes:
+    """Check what each tensor is, which dims are the sequence and the heads, and the shapes."""
+    q, k, v, queries, keys, *_ = request
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise call.type_error(name, f"a {type(x).__name__}", "a tensor")
@@ -178,43 +231,39 @@ def _checked_inputs(call: Arguments, tensors: tuple[Any, Any, Any], layouts: Lay
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise call.error(name, f"of shape {list(x.shape)}", "four dims, [B, S, H, D] by default")
+        call.beside(x, name)
     if not q.dtype.is_floating_point:
         raise call.type_error("q", f"a tensor of {q.dtype}", "a floating dtype")
-    seq, head = call.dim("seq_dim", dims[0]), call.dim("head_dim", dims[1])
+    seq, head = call.dim("seq_dim", request.seq_dim), call.dim("head_dim", request.head_dim)
     if seq == head or 3 in (seq, head):
         expected = "two different dims before the last"
-        raise call.error("seq_dim", f"{dims[0]} and head_dim is {dims[1]}", expected)
+        raise call.error("seq_dim", f"{request.seq_dim} and head_dim is {request.head_dim}", expected)
     batch, as_given = 3 - seq - head, [3, 3, 3, 3]
     as_given[batch], as_given[head], as_given[seq] = 0, 1, 2
-    orders = (batch, head, seq, 3), tuple(as_given)
-    return Inputs(q, k, v, *layouts, q.size(head), k.size(head), seq, head, *orders)
-
-
-def _check_shapes(call: Arguments, inputs: Inputs) -> None:
-    """Check the shapes of q, k and v against each other, and against the layouts."""
-    q, k, v, queries, keys, seq = inputs.q, inputs.k, inputs.v, inputs.queries, inputs.keys, inputs.seq
-    _check_tokens(call, "q", q, inputs, queries)
-    batch, shape = inputs.by_heads[0], list(k.shape)
+    _check_tokens(call, "q", q, (seq, head), queries)
+    heads, key_heads, shape = q.size(head), k.size(head), list(k.shape)
     if list(v.shape[:3]) != shape[:3]:
         raise call.error("v", f"of shape {list(v.shape)}", f"{shape[:3]} and a width, as k of shape {shape}")
     if (k.size(batch), k.size(3)) != (q.size(batch), q.size(3)):
         raise call.error("k", f"of shape {shape}", f"the batch and width of q, of shape {list(q.shape)}")
-    if inputs.key_heads == 0 or inputs.heads % inputs.key_heads:
-        expected = f"a number that divides the {inputs.heads} heads of q"
-        raise call.error("k", f"of {inputs.key_heads} heads", expected)
+    if key_heads == 0 or heads % key_heads:
+        raise call.error("k", f"of {key_heads} heads", f"a number that divides the {heads} heads of q")
     if keys is not None:
         if keys.group is not queries.group:
             raise call.error("layout", f"{(queries, keys)}, of two groups", "layouts of one group")
         if keys != queries or k.size(seq) != q.size(seq):
-            _check_tokens(call, "k", k, inputs, keys)
+            _check_tokens(call, "k", k, (seq, head), keys)
     if keys != queries and (queries.is_packed or (keys is not None and keys.is_packed)):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
+    sizes = q.size(batch), heads, key_heads, v.size(3), q.size(seq), k.size(seq)
+    return Shapes(*sizes, seq, head, (batch, head, seq, 3), tuple(as_given))
 
 
-def _check_tokens(call: Arguments, name: str, x: Tensor, inputs: Inputs, layout: SequenceLayout) -> None:
-    """Check that this rank's number of tokens is what the layout says."""
-    place, numbers = place_of(layout.group), numbers_of(layout, 0)
-    seq, head = inputs.seq, inputs.head
+def _check_tokens(
+    call: Arguments, name: str, x: Tensor, dims: tuple[int, int], layout: SequenceLayout
+) -> None:
+    """Check that this rank's number of tokens is what the layout says; dims: of tokens and heads."""
+    place, numbers, (seq, head) = place_of(layout.group), numbers_of(layout, 0), dims
     expected, tokens = extent(numbers, place.world, place.rank), x.size(seq)
     if tokens != expected:
         hint = ". Is it the whole sequence?" if tokens == total_of(numbers) else ""
@@ -224,73 +273,41 @@ def _check_tokens(call: Arguments, name: str, x: Tensor, inputs: Inputs, layout:
         raise call.error(name, f"of {tokens} tokens", f"{shard}{hint}")
 
 
-def _checked_weights(call: Arguments, inputs: Inputs, weights: Weights, scale: float | None) -> Weights:
-    """Check what changes scores and weights, and what computes them; join all that is spans."""
-    mask, dropout_p, attend, kernel = weights.mask, weights.dropout_p, weights.attend, weights.kernel
-    if attend is not None and not callable(attend):
-        raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")
-    if weights.causal and attend is not None and inputs.total_keys != inputs.queries.total:
-        expected = f"{inputs.queries.total} for attend with causal=True"
-        raise call.error("the number of keys", inputs.total_keys, expected)
-    if mask is not None:
-        batch, total = inputs.q.size(inputs.by_heads[0]), inputs.queries.total
-        mask = checked_mask(call, mask, (batch, inputs.heads, total, inputs.total_keys))
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
-    if weights.returns_lse and (attend is not None or dropout_p):
-        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
-        raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
-    # Most calls have none of these.
-    window = None if weights.window is None else _checked_window(call, inputs, weights.window)
-    softcap = _checked_softcap(call, weights.softcap) if weights.softcap is not None else 0.0
-    sinks = None if weights.sinks is None else _checked_sinks(call, inputs, weights.sinks)
-    if weights.bias is not None and not callable(weights.bias):
-        raise call.type_error("bias", f"{weights.bias!r:.200}", "a function of index tensors, or None")
-    own = {"sinks": sinks, "softcap": softcap or None, "bias": weights.bias}
-    if attend is not None:
-        others = {"mask": mask, "mask ": weights.spans, "window": window, "scale": scale}
-        for name, value in {**others, **own, "dropout_p": dropout_p or None}.items():
+def _check_exclusive(call: Arguments, request: Request) -> None:
+    """Check that what the caller's kernel, or dropout, excludes is not passed with it."""
+    dropout_p = request.dropout_p
+    changes = {"sinks": request.sinks, "softcap": request.softcap, "bias": request.bias}
+    if request.attend is not None:
+        mask = request.spans if request.mask is None else request.mask
+        others = {"mask": mask, "window": request.window, "scale": request.scale, **changes}
+        for name, value in {**others, "dropout_p": dropout_p or None}.items():
             if value is not None:
-                raise call.error(name.strip(), "passed, and attend too", "attend to apply it itself")
-    for name, value in own.items() if dropout_p else ():
+                raise call.error(name, "passed, and attend too", "attend to apply it itself")
+    for name, value in changes.items() if dropout_p else ():
         if value is not None:
             raise call.error("dropout_p", f"{dropout_p}, and {name} is passed", "0 with it")
-    checked = replace(
-        weights,
-        causal=bool(weights.causal),
-        mask=mask,
-        window=window,
-        sinks=sinks,
-        softcap=softcap,
-        dropout_p=float(dropout_p),
-    )
-    if checked.uses_spans:
-        checked = replace(checked, spans=_joined_spans(call, inputs, checked))
-    if kernel is not None:
-        if kernel not in NAMES:
-            expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
-            raise call.error("attend", repr(kernel), expected)
-        if why := _reason_against(kernel, inputs, checked):
-            expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
-            raise call.error("attend", repr(kernel), expected)
-        if dropout_p:
-            raise call.error("dropout_p", f"{dropout_p}", f"0 with the kernel {kernel}")
-    return checked
 
 
-def _reason_against(kernel: str, inputs: Inputs, weights: Weights) -> str:
-    """Return why the named kernel cannot compute this; empty if it can."""
-    dense, softcap = weights.mask is not None or weights.bias is not None, weights.softcap > 0
-    why = reason_against(kernel, inputs.q, inputs.v, Needs(dense or weights.uses_spans, softcap))
-    spans = None if dense or torch.compiler.is_compiling() else weights.spans
-    if why and spans is not None and strips_of(spans) is not None:
-        # A kernel that takes windows needs no masks.
-        windowed = reason_against(kernel, inputs.q, inputs.v, Needs(softcap=softcap, window=True))
-        return why if windowed else ""
-    return why
+def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
+    q, v, kernel = request.q, request.v, request.kernel
+    if kernel not in NAMES:
+        expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
+        raise call.error("attend", repr(kernel), expected)
+    dense, softcap = problem.mask is not None or request.bias is not None, problem.softcap > 0
+    why = reason_against(kernel, q, v, Needs(dense or problem.uses_spans, softcap))
+    if why and problem.uses_spans and not dense and not torch.compiler.is_compiling():
+        spans = with_keywords(request.spans, problem.keywords)
+        if strips_of(spans) is not None:
+            # A kernel that takes windows needs no masks.
+            why = why if reason_against(kernel, q, v, Needs(softcap=softcap, window=True)) else ""
+    if why:
+        expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
+        raise call.error("attend", repr(kernel), expected)
+    if problem.dropout_p:
+        raise call.error("dropout_p", f"{problem.dropout_p}", f"0 with the kernel {kernel}")
 
 
-def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int | None, int | None]:
+def _checked_window(call: Arguments, window: Any, queries: int, keys: int) -> Window:
     """Check how many keys on each side a query attends to."""
     expected = "(left, right): how many keys before and behind a query's place; None: all on that side"
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
@@ -301,8 +318,8 @@ def _checked_window(call: Arguments, inputs: Inputs, window: Any) -> tuple[int |
         raise call.type_error("window", f"{window!r:.200}", expected) from None
     if min(left or 0, right or 0) < 0:
         raise call.error("window", f"{window!r:.200}", f"ints of at least 0 in {expected}")
-    if inputs.total_keys != inputs.queries.total:
-        value = f"{window!r}, of {inputs.queries.total} queries and {inputs.total_keys} keys"
+    if keys != queries:
+        value = f"{window!r}, of {queries} queries and {keys} keys"
         raise call.error("window", value, "as many keys as queries, or Spans as mask")
     return left, right
 
@@ -315,66 +332,68 @@ def _checked_softcap(call: Arguments, softcap: Any) -> float:
     return float(softcap)
 
 
-def _checked_sinks(call: Arguments, inputs: Inputs, sinks: Any) -> Tensor:
-    expected = f"a floating tensor [{inputs.heads}] on {inputs.q.device}, a score for each head of q"
+def _check_sinks(call: Arguments, sinks: Any, heads: int) -> None:
+    device = call.input.device
+    expected = f"a floating tensor [{heads}] on {device}, a score for each head of q"
     if not isinstance(sinks, Tensor):
         raise call.type_error("sinks", f"a {type(sinks).__name__}", expected)
-    if not sinks.dtype.is_floating_point or sinks.device != inputs.q.device:
+    if not sinks.dtype.is_floating_point or sinks.device != device:
         raise call.type_error("sinks", f"of {sinks.dtype} on {sinks.device}", expected)
-    if list(sinks.shape) != [inputs.heads]:
+    if list(sinks.shape) != [heads]:
         raise call.error("sinks", f"of shape {list(sinks.shape)}", expected)
-    return sinks
 
 
-def _joined_spans(call: Arguments, inputs: Inputs, weights: Weights) -> Spans | None:
-    """Return which keys causality, documents, the window and the caller's spans leave together.
-
-    In compiled code those of the caller alone: `graph_op` joins them when it runs.
-    """
-    given, queries, keys = weights.spans, inputs.queries.total, inputs.total_keys
-    if given is not None:
-        batch = inputs.q.size(inputs.by_heads[0])
-        shape = given.shape
-        fits = shape[2] == queries and shape[3] == keys
-        if not fits or shape[0] not in (1, batch) or shape[1] not in (1, inputs.heads):
-            expected = f"Spans of [{batch} or 1, {inputs.heads} or 1, {queries}, {keys}]"
-            raise call.error("mask", f"Spans of {list(shape)}", expected)
-    if torch.compiler.is_compiling():
-        return given
-    documents = inputs.queries.lengths if inputs.packed else ()
-    return with_keywords(given, (queries, keys, weights.causal, weights.window, documents))
+def _check_spans(call: Arguments, spans: Spans, shapes: Shapes, queries: int, keys: int) -> None:
+    batch, heads, shape = shapes.batch, shapes.heads, spans.shape
+    fits = shape[2] == queries and shape[3] == keys
+    if not fits or shape[0] not in (1, batch) or shape[1] not in (1, heads):
+        expected = f"Spans of [{batch} or 1, {heads} or 1, {queries}, {keys}]"
+        raise call.error("mask", f"Spans of {list(shape)}", expected)
 
 
-def _note(weights: Weights, mask: Tensor | None, spans: Spans | None, scale: float | None) -> str:
-    """Return what ranks compare besides shapes and layouts, which are the same in compiled code.
+# ---- what ranks compare ----
 
-    mask, spans: the caller's own, by which their hashes are remembered.
-    """
-    parts = ["causal True"] if weights.causal else []
-    if mask is not None:
-        parts.append(f"mask of {mask.dtype}")
-        compares = not is_fake(mask) and ((mask.is_cpu and not mask.requires_grad) or _C.env("check") == "1")
-        if compares and not torch.compiler.is_compiling():
-            parts.append(f"hash of the mask {_digest_of(mask):x}")
-    if weights.window is not None:
-        parts.append(f"window {weights.window}")
-    if spans is not None:
-        parts.append("spans")
-        if not torch.compiler.is_compiling():
-            parts.append(f"hash of the spans {spans.digest:x}")
-    if weights.sinks is not None:
-        parts.append(f"sinks of {weights.sinks.dtype}")
-        if not torch.compiler.is_compiling() and _C.env("check") == "1" and not is_fake(weights.sinks):
-            parts.append(f"hash of the sinks {digest(weights.sinks):x}")
-    if weights.softcap:
-        parts.append(f"softcap {weights.softcap}")
-    if weights.bias is not None:
+
+def _note(request: Request, window: Window | None, softcap: float, hashes: Sequence[str]) -> str:
+    """Return what ranks compare besides shapes and layouts, which are the same in compiled code."""
+    parts = ["causal True"] if request.causal else []
+    if request.mask is not None:
+        parts.append(f"mask of {request.mask.dtype}")
+    if window is not None:
+        parts.append(f"window {window}")
+    if request.sinks is not None:
+        parts.append(f"sinks of {request.sinks.dtype}")
+    if softcap:
+        parts.append(f"softcap {softcap}")
+    if request.bias is not None:
         parts.append("a bias")
-    if scale is not None:
-        parts.append(f"scale {float(scale)}")
-    if weights.dropout_p:
-        parts.append(f"dropout_p {weights.dropout_p}")
-    return ", ".join(parts)
+    if request.scale is not None:
+        # -0.0 equals 0.0, by which an attention is remembered.
+        parts.append(f"scale {float(request.scale) + 0.0}")
+    if request.dropout_p:
+        parts.append(f"dropout_p {request.dropout_p}")
+    if request.spans is not None:
+        parts.append("spans")
+    return ", ".join([*parts, *hashes])
+
+
+def hashes_of(request: Request) -> tuple[str, ...]:
+    """Return the hashes of a call's values that ranks compare, as the caller passes them."""
+    mask, spans, sinks = request.mask, request.spans, request.sinks
+    if mask is spans is sinks is None or torch.compiler.is_compiling():
+        return ()
+    hashes, checks = [], _C.env("check") == "1"
+    if (
+        isinstance(mask, Tensor)
+        and not is_fake(mask)
+        and (checks or (mask.is_cpu and not mask.requires_grad))
+    ):
+        hashes.append(f"hash of the mask {_digest_of(mask):x}")
+    if checks and isinstance(sinks, Tensor) and not is_fake(sinks):
+        hashes.append(f"hash of the sinks {digest(sinks):x}")
+    if spans is not None:
+        hashes.append(f"hash of the spans {spans.digest:x}")
+    return tuple(hashes)
 
 
 # By mask: its version, and its hash. Layers share a mask, and a hash reads all of it.

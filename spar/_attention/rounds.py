@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from .._exchange.layouts import RUNS, WHOLE, Layout, by_sizes, pair, rotated, shards
 from .blocks import blocks_of, keys_before, own_block
 from .documents import documents_round
@@ -36,6 +34,3 @@ def round_of(numbers: Layout, world: int, rank: int, causal: bool, packed: bool,
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
         shifts.append(Shift(((0, sent[rank]),), shard, gradient))
     return Round(tuple(steps), tuple(shifts), pair(numbers, WHOLE))
-
-
-cached_round = functools.lru_cache(256)(round_of)

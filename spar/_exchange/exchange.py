@@ -87,7 +87,7 @@ class Exchange:
 
     __slots__ = (
         *("args", "grad_scale", "gradient", "group", "is_local", "kind", "name", "note", "prepared"),
-        *("scale", "selections", "then", "_transposed"),
+        *("scale", "selections", "then", "_recorded", "_transposed"),
     )
 
     def __init__(
@@ -110,6 +110,7 @@ class Exchange:
         self.selections: dict[tuple[Args, torch.dtype], _C.Exchange] = {}
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
+        self._recorded: Exchange | None = None
 
     @property
     def transposed(self) -> Exchange:
@@ -129,9 +130,13 @@ class Exchange:
         return Exchange(name, self.group, args, kind=GATHER if sums else SUM)
 
     def recorded(self, name: str = "") -> Exchange:
-        """Return the same exchange as autograd records it; name: another one."""
-        scales = self.scale, self.grad_scale
-        return Exchange(name or self.name, self.group, self.args, *scales, self.kind, True, self.note)
+        """Return the same exchange as autograd records it, the newest of which is kept; name: another one."""
+        made, name = self._recorded, name or self.name
+        if made is None or made.name != name:
+            scales = self.scale, self.grad_scale
+            made = Exchange(name, self.group, self.args, *scales, self.kind, True, self.note)
+            self._recorded = made
+        return made
 
     def begin(self) -> int:
         """Return how many calls there were before it; 0 under torch.compile, where nothing is reported."""

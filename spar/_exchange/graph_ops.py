@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from .._control.state import Place
 from .._tracing import constant
 from .autograd import apply
 from .dispatch import define, flattened, unflattened
 from .exchange import MOVE, Chain, Exchange, Tensors, in_steps
+from .observers import must_record
 
 
 @constant
@@ -83,3 +86,20 @@ def in_graph(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
         code(),
     )
     return outputs
+
+
+def run_decided(exchange: Exchange, inputs: Tensors) -> Tensors:
+    """Run an exchange whose arguments were checked, without a factor; record it if an input needs a gradient.
+
+    In a group of one rank the outputs are the inputs.
+    """
+    if exchange.group.world == 1:
+        return inputs
+    records = forward_ad._current_level >= 0 and must_record(inputs)
+    for x in inputs:
+        records = records or (x.requires_grad and torch.is_grad_enabled())
+    if records:
+        exchange = exchange.recorded()
+    if is_dynamo_compiling():
+        return in_graph(exchange, inputs)
+    return apply(exchange, inputs) if records else exchange.run(inputs)

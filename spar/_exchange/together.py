@@ -30,7 +30,6 @@ def exchange_together(
     layouts: Callable[[list[Arguments], list[str]], tuple[tuple[Args, ...], Scale]],
     key: Key = None,
     kind: int = MOVE,
-    note: str = "",
     exchanges: int = 1,
     out: Any = None,
     async_op: Any = False,
@@ -42,7 +41,6 @@ def exchange_together(
             by. It receives the calls, and what names each tensor in messages: "[1]" after an argument's name,
             or "".
         key, kind: as for `apply_together`.
-        note: as in Exchange.
         exchanges: as for Arguments, of up to 16 tensors.
 
     Returns:
@@ -62,7 +60,6 @@ def exchange_together(
         if inputs[0].is_meta:  # which is not exchanged: the peers wait for the others
             first.device = next((x.device.type for x in inputs if not x.is_meta), "meta")
         _check_alike(first, inputs)
-        first.note = note
         args, grad_scale = layouts(calls, at)
         if kind != MOVE and (async_op or out is not None):
             check_summable(first, kind == SUM, async_op and must_record(inputs))
@@ -74,7 +71,7 @@ def exchange_together(
             part = slice(i, i + _MOST)
             if len(steps) > 1:
                 key = None
-                calls[i].note = f"{note + ', ' if note else ''}tensors from {i} of {len(inputs)}"
+                calls[i].note = f"tensors from {i} of {len(inputs)}"
             if out is None and not async_op:
                 outputs += apply_together(calls[part], args[part], grad_scale, key, kind)
                 continue

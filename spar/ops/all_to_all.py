@@ -138,7 +138,7 @@ def all_to_all(
     if not (scatter_sizes is gather_sizes is layout is scatter_layout is None):
         how = How(scatter_sizes, gather_sizes, layout, scatter_layout)
     if out is not None or async_op:
-        return _together("all_to_all", input_, process_group, dims, how, async_op, out)
+        return _together(input_, process_group, dims, how, async_op, out)
     if how is None and gather_size is None and type(scatter_dim) is type(gather_dim) is int:  # most calls
         arguments: Key = dims
     else:
@@ -147,7 +147,7 @@ def all_to_all(
     if output is not None:
         return output
     if isinstance(input_, (list, tuple)):
-        return _together("all_to_all", input_, process_group, dims, how, False, None, key)
+        return _together(input_, process_group, dims, how, False, None, key)
     with Arguments("all_to_all", input_, process_group) as call:  # type: ignore[arg-type]
         return apply_together((call,), (_layouts(call, dims, how),), ONE, key)[0]
 
@@ -173,23 +173,16 @@ class How(NamedTuple):
     scatter_layout: Any
 
 
-def _remembered(inputs: object, dims: Dims, how: How | None, note: str = "") -> Key:
+def _remembered(inputs: object, dims: Dims, how: How | None) -> Key:
     """Return by what `repeat` finds such calls; None: it does not."""
     scatter, gather, size = dims
     if not (type(scatter) is type(gather) is int and type(size) in (int, NoneType)):
         return None  # True is not a dim, and equals 1
     parts = () if how is None else layouts_key(inputs, *how)
-    return None if parts is None else (dims, parts, note)
-
-
-def all_to_all_for(name: str, inputs: Any, group: Group, dims: Dims, how: How | None, note: str = "") -> Any:
-    """Run an all_to_all for the operation `name`, which its errors name; `note` is as in Exchange."""
-    output, key = repeat(name, inputs, group, _remembered(inputs, dims, how, note))
-    return _together(name, inputs, group, dims, how, False, None, key, note) if output is None else output
+    return None if parts is None else (dims, parts)
 
 
 def _together(
-    name: str,
     inputs: Any,
     group: Group,
     dims: Dims,
@@ -197,7 +190,6 @@ def _together(
     async_op: bool,
     out: Any,
     key: Key = None,
-    note: str = "",
 ) -> Any:
     """Run an all_to_all of one tensor or several, with all options; `key` is as for `apply_together`."""
 
@@ -212,7 +204,7 @@ def _together(
                 pairs.append(_layouts(call, dims, per_tensor[i], at[i]))
         return tuple(pairs), ONE
 
-    return exchange_together(name, inputs, group, layouts, key, note=note, out=out, async_op=async_op)
+    return exchange_together("all_to_all", inputs, group, layouts, key, out=out, async_op=async_op)
 
 
 def _by_tensor(call: Arguments, how: How, at: list[str]) -> list[How]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments, not_empty
-from ..sequence_layout import SequenceLayout, checked_numbers
-from .heads import gather_heads, heads_of_ranks, scatter_heads
-from .items import as_items, from_items
+from .._exchange.layouts import Layout
+from .._group.group import Group
+from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
+from .heads import HeadExchange
 from .unused import depending_on
 
 _NAME = "by_heads"
@@ -74,10 +75,10 @@ def by_heads(
         for index in of_results:
             if not 0 <= index < len(tensors) or tensors[index].size(head) != heads:
                 raise call.error("like", like, f"the index of a tensor of {heads} heads, for each result")
-        dims = head, seq, layout.group, None
-        own = scatter_heads(_NAME, tensors, heads, dims, [layout] * len(tensors))
-        plan = heads_of_ranks(heads, heads, call.world)
-        count, first = plan.queries[call.rank], sum(plan.queries[: call.rank])
+        counts = tuple([x.size(head) for x in tensors])
+        exchange = _exchange(call, counts, heads, head, numbers_of(layout, seq), len(of_results))
+        own = exchange.scatter(tensors)
+        first, count = exchange.own
         if count:
             narrowed = _narrowed(call, parameters, heads, first, count)
             results = _called(fn, own, narrowed, layout, cu_seqlens, seq)
@@ -88,9 +89,23 @@ def by_heads(
             results = [
                 depending_on(own[index].narrow(head, 0, 0), (*own, *parameters)) for index in of_results
             ]
-        gathered = gather_heads(_NAME, as_items(results), heads, dims, layout)
-        outputs = [from_items(x, y).contiguous() for x, y in zip(gathered, results, strict=True)]
+        outputs = [x.contiguous() for x in exchange.gather(results)]
         return outputs[0] if isinstance(like, int) else tuple(outputs)
+
+
+def _exchange(
+    call: Arguments, counts: tuple[int, ...], heads: int, head: int, sequence: Layout, results: int
+) -> HeadExchange:
+    """Return the exchange of tokens for heads, which the group remembers."""
+    group, sequences = call.group, [sequence] * len(counts)
+    arguments = counts, heads, head, sequences, results
+    if not isinstance(group, Group):
+        return HeadExchange(_NAME, group, *arguments)
+    key = _NAME, counts, head, sequence, results
+    exchange = group.exchanges.get(key)
+    if exchange is None:
+        exchange = group.exchanges[key] = HeadExchange(_NAME, group, *arguments)
+    return exchange
 
 
 def _dims(

@@ -192,15 +192,14 @@ def transpose_for(
     layout: SequenceLayout | None,
     async_op: bool = False,
     out: Any = None,
-    note: str = "",
 ) -> Any:
-    """Gather, or sum and scatter, for the operation `name`, which its errors name; note: as in Exchange."""
+    """Gather, or sum and scatter, for the operation `name`, which its errors name."""
     if group is None and isinstance(layout, SequenceLayout):
         group = layout.group
     arguments: Key = None
     if out is None and not async_op and type(dim) is int:
         parts = () if sizes is layout is None else layouts_key(input_, sizes, layout)
-        arguments = None if parts is None else (dim, parts, note)
+        arguments = None if parts is None else (dim, parts)
     output, key = repeat(name, input_, group, arguments)
     if output is not None:
         return output
@@ -214,7 +213,7 @@ def transpose_for(
         return tuple([shards_pair(shard, first.world, sums) for shard in shards]), ONE
 
     kind = SUM if sums else GATHER
-    return exchange_together(name, input_, group, layouts, key, kind, note, out=out, async_op=async_op)
+    return exchange_together(name, input_, group, layouts, key, kind, out=out, async_op=async_op)
 
 
 def _shard(

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._C import MOST_TENSORS
-from .._group.registry import place_of
+from .._control.state import Place
+from .._exchange.exchange import Exchange
+from .._exchange.graph_ops import run_decided
+from .._exchange.layouts import Args, Layout, by_sizes, pair
+from .._group.group import Group
 from ..sizes import share
-from .all_to_all import How, all_to_all_for
 from .items import as_items, from_items
-
-# The dims of heads and tokens, the group, and a number of tokens or None.
-Dims = tuple[int, int, Any, int | None]
 
 
 class Heads(NamedTuple):
@@ -44,7 +45,7 @@ def heads_of_ranks(heads: int, key_heads: int, world: int) -> Heads:
     return Heads(tuple(queries), tuple(first), tuple(keys))
 
 
-class Layer(NamedTuple):
+class HeadGroup(NamedTuple):
     """A part of the key heads, each of which one rank receives: what an exchange can scatter.
 
     heads, sizes: the key heads, one behind the other, and each rank's number of them.
@@ -57,111 +58,141 @@ class Layer(NamedTuple):
         """Return these heads of a tensor whose heads are in `dim`."""
         first, count = self.heads[0], len(self.heads)
         if self.heads == tuple(range(first, first + count)):
-            # Another tensor for each layer: dynamo traces no Function that has one twice.
+            # Another tensor for each group: dynamo traces no Function that has one twice.
             return x.view_as(x) if count == x.size(dim) else x.narrow(dim, first, count)
         return x.index_select(dim, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
 
 
-def layers_of(plan: Heads, most: int) -> list[Layer]:
-    """Sort what the ranks need into layers, without copies as far as `most` layers allow.
+def groups_of_heads(plan: Heads, most: int) -> list[HeadGroup]:
+    """Sort what the ranks need into groups of heads, without copies as far as `most` groups allow.
 
-    A key head that several ranks need is in several layers, so that autograd sums its gradients.
+    A key head that several ranks need is in several groups, so that autograd sums its gradients.
     """
     heads: list[list[int]] = []
     sizes: list[list[int]] = []
     for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
         if count == 0:
             continue
-        index = next((i for i, layer in enumerate(heads) if layer[-1] + 1 == first), len(heads))
+        index = next((i for i, group in enumerate(heads) if group[-1] + 1 == first), len(heads))
         if index == len(heads) and index < most:
             heads.append([])
             sizes.append([0] * len(plan.keys))
         index = min(index, most - 1)
         heads[index] += range(first, first + count)
         sizes[index][rank] = count
-    return [Layer(*map(tuple, parts)) for parts in zip(heads, sizes, strict=True)]
+    return [HeadGroup(*map(tuple, parts)) for parts in zip(heads, sizes, strict=True)]
 
 
-def matching_key_heads(plan: Heads, group: int, rank: int) -> list[int]:
-    """Return the key head, among this rank's, of each of this rank's query heads."""
-    begin = sum(plan.queries[:rank])
-    return [head // group - plan.first[rank] for head in range(begin, begin + plan.queries[rank])]
+def _repeats(plan: Heads, ratio: int, rank: int) -> list[int] | None:
+    """Return the key head, among this rank's, of each of this rank's query heads.
 
+    None if these are in order and equally often, as in torch's enable_gqa.
 
-def is_uniform(key_heads: list[int]) -> bool:
-    """Whether the key heads of all query heads are in order, and equally often: torch's enable_gqa."""
-    group = len(key_heads) // (key_heads[-1] + 1)
-    return key_heads == [query_head // group for query_head in range(len(key_heads))]
-
-
-def scatter_heads(
-    name: str,
-    tensors: Sequence[Tensor],
-    heads: int,
-    dims: Dims,
-    layouts: Sequence[Any] | None,
-    note: str = "",
-) -> list[Tensor]:
-    """Exchange tokens for this rank's heads, in one exchange of tensors that have a number that divides H.
-
-    Args:
-        name: of the operation, for messages.
-        heads: H, of which each rank has a share.
-        dims: of heads and tokens, the group, and the number of tokens of the result if there are no layouts.
-        layouts: of each tensor's sequence.
-        note: as in Exchange.
-
-    Returns:
-        Tensors of this rank's heads. A tensor of fewer heads has those that the rank's heads need, in order,
-        equally often each: head i of H goes with head i // (H / its number), as in torch's enable_gqa.
+    ratio: how many query heads attend to one key head.
     """
-    head, seq, group, size = dims
-    place = place_of(group)
-    counts = [x.size(head) for x in tensors]
-    grouped = sum([count != heads for count in counts])
-    most = (MOST_TENSORS - len(counts) + grouped) // max(grouped, 1)
-    # One plan and one list of layers for all tensors of as many heads.
-    of_count: dict[int, tuple[Heads, list[Layer]]] = {}
-    for count in counts:
-        if count not in of_count:
-            plan = heads_of_ranks(heads, count, place.world)
-            all_heads = [Layer(tuple(range(heads)), plan.queries)]
-            of_count[count] = plan, layers_of(plan, most) if count != heads else all_heads
-    layers = [of_count[count][1] for count in counts]
-    inputs = [layer.select(x, head) for x, of in zip(tensors, layers, strict=True) for layer in of]
-    sizes = [layer.sizes for of in layers for layer in of]
-    by_layer = None
-    if layouts is not None:
-        by_layer = [layout for layout, of in zip(layouts, layers, strict=True) for _ in of]
-    how = How(sizes, None, by_layer, None)
-    received = all_to_all_for(name, as_items(inputs), group, (head, seq, size), how, note)
-    # A key head that several ranks need is in several inputs: autograd sums its gradients in their dtype.
-    outputs = iter([from_items(x, y) for x, y in zip(received, inputs, strict=True)])
-    results = []
-    for count in counts:
-        plan, of = of_count[count]
-        parts = [next(outputs) for _ in of]
-        # Layers of which this rank receives nothing stay in the graph of the exchange.
-        own = parts[next((i for i, layer in enumerate(of) if layer.sizes[place.rank]), 0)]
-        results.append(_matched(own, head, matching_key_heads(plan, heads // count, place.rank)))
-    return results
+    begin, count = sum(plan.queries[:rank]), plan.queries[rank]
+    order = [head // ratio - plan.first[rank] for head in range(begin, begin + count)]
+    if not order:
+        return None
+    each = count // (order[-1] + 1)
+    return None if order == [head // each for head in range(count)] else order
 
 
-def _matched(x: Tensor, head: int, order: Sequence[int]) -> Tensor:
-    """Repeat heads of x where the rank's heads, which need those of `order`, do not follow them evenly."""
-    order = list(order)
-    if order == list(range(x.size(head))) or not order or is_uniform(order):
-        return x
-    return x.index_select(head, torch.tensor(order, dtype=torch.int64, device=x.device))
+class HeadExchange:
+    """An exchange of tokens for heads of several tensors, and that of results back, decided once.
 
-
-def gather_heads(name: str, outputs: Any, heads: int, dims: Dims, layout: Any) -> Any:
-    """Exchange a tensor of this rank's heads, or a list of such, for this rank's tokens of all heads.
-
-    layout: of the sequence; None: it is the dims' number of tokens of each rank.
+    `scatter` returns tensors of this rank's heads. A tensor of fewer heads than H has those that the rank's
+    heads need, in order, equally often each: head i of H goes with head i // (H / its number), as in torch's
+    enable_gqa.
     """
-    head, seq, group, _ = dims
-    sizes = heads_of_ranks(heads, heads, place_of(group).world).queries
-    count = len(outputs) if isinstance(outputs, list) else 1
-    how = How(None, [sizes] * count if isinstance(outputs, list) else sizes, None, layout)
-    return all_to_all_for(name, outputs, group, (seq, head, None), how)
+
+    __slots__ = ("_back", "_forward", "_head", "_scattered", "own")
+
+    def __init__(
+        self,
+        name: str,
+        group: Group | Place,
+        counts: Sequence[int],
+        heads: int,
+        head: int,
+        sequences: Sequence[Layout],
+        results: int,
+        note: str = "",
+    ) -> None:
+        """Decide the exchanges of an operation, which messages name.
+
+        Args:
+            counts: each tensor's number of heads, which divides H.
+            heads: H.
+            head: the dim of the heads.
+            sequences: how each tensor's tokens lie on the ranks. Results lie as the first one's.
+            results: how many tensors go back.
+            note: as in Exchange.
+        """
+        world, rank, self._head = group.world, group.rank, head
+        # Of each tensor: the groups of its heads, each of which is one input of the exchange; whether that is
+        # one group of all heads; the index of that of which this rank receives heads; and `_repeats`.
+        self._scattered: list[tuple[list[HeadGroup], bool, int, list[int] | None]] = []
+        grouped = sum([count != heads for count in counts])
+        most = (MOST_TENSORS - len(counts) + grouped) // max(grouped, 1)
+        args: list[Args] = []
+        for count, sequence in zip(counts, sequences, strict=True):
+            plan = heads_of_ranks(heads, count, world)
+            whole = [HeadGroup(tuple(range(heads)), plan.queries)]
+            groups = whole if count == heads else groups_of_heads(plan, most)
+            # Groups of which this rank receives nothing stay in the graph of the exchange.
+            own = next((i for i, part in enumerate(groups) if part.sizes[rank]), 0)
+            is_whole = [part.heads for part in groups] == [tuple(range(count))]
+            self._scattered.append((groups, is_whole, own, _repeats(plan, heads // count, rank)))
+            args += [pair(sequence, by_sizes(head, part.sizes)) for part in groups]
+        sizes = heads_of_ranks(heads, heads, world).queries
+        # This rank's heads: the first one's number, and their number.
+        self.own = sum(sizes[:rank]), sizes[rank]
+        self._forward = _exchanges(name, group, args, note)
+        self._back = _exchanges(name, group, [pair(by_sizes(head, sizes), sequences[0])] * results, "")
+
+    def scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange tokens of all heads for all tokens of this rank's heads."""
+        head, compiles = self._head, is_dynamo_compiling()
+        inputs: list[Tensor] = []
+        for x, (groups, is_whole, _, _) in zip(tensors, self._scattered, strict=True):
+            if is_whole and not compiles:
+                inputs.append(x)
+            else:
+                inputs += [group.select(x, head) for group in groups]
+        received, results, first = _run(self._forward, inputs), [], 0
+        for groups, _, own, repeats in self._scattered:
+            x = received[first + own]
+            if repeats is not None:
+                x = x.index_select(head, torch.tensor(repeats, dtype=torch.int64, device=x.device))
+            results.append(x)
+            first += len(groups)
+        return results
+
+    def gather(self, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Exchange all tokens of this rank's heads for its tokens of all heads."""
+        return run_decided(self._back[0], results) if len(results) == 1 else _run(self._back, results)
+
+
+def _exchanges(name: str, group: Group | Place, args: Sequence[Args], note: str) -> list[Exchange]:
+    """Return what moves any number of tensors, of which one exchange has so many at most."""
+    return [
+        Exchange(name, group, tuple(args[i : i + MOST_TENSORS]), note=note)
+        for i in range(0, len(args), MOST_TENSORS)
+    ]
+
+
+def _run(exchanges: Sequence[Exchange], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Move tensors of any dtypes."""
+    dtype = tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype:
+            # Not before heads are selected: autograd sums gradients of key heads in the tensors' own dtype.
+            moved = _run(exchanges, as_items(tensors))
+            return [from_items(y, like) for y, like in zip(moved, tensors, strict=True)]
+    if len(exchanges) == 1:
+        return run_decided(exchanges[0], tensors)
+    outputs: list[Tensor] = []
+    for exchange in exchanges:
+        outputs += run_decided(exchange, tensors[len(outputs) : len(outputs) + len(exchange.args)])
+    return outputs

@@ -31,7 +31,7 @@ from spar._attention.kernels.kernel import BlockInputs
 from spar._attention.rounds import round_of
 from spar._exchange.layouts import Layout, even, extent, packed, shards, zigzag
 from spar._group.registry import group_of
-from spar.ops.heads import heads_of_ranks, layers_of
+from spar.ops.heads import groups_of_heads, heads_of_ranks
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
@@ -203,21 +203,21 @@ def test_a_rank_receives_the_key_heads_that_its_queries_need() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 7])
-def test_layers_hold_the_key_heads_of_each_rank(most: int) -> None:
-    """Each rank's heads are in one layer, which is a view of the key heads as far as `most` allows."""
+def test_groups_hold_the_key_heads_of_each_rank(most: int) -> None:
+    """Each rank's heads are in one group, which is a view of the key heads as far as `most` allows."""
     for heads, world in itertools.product(range(1, 13), range(1, 8)):
         for key_heads in [n for n in range(1, heads + 1) if heads % n == 0]:
             plan, x = heads_of_ranks(heads, key_heads, world), torch.arange(key_heads)
-            layers = layers_of(plan, most)
-            assert len(layers) <= most
+            groups = groups_of_heads(plan, most)
+            assert len(groups) <= most
             if most == 7:
-                begins = [layer.select(x, 0).data_ptr() - x.data_ptr() for layer in layers]
-                assert begins == [8 * layer.heads[0] for layer in layers]
+                begins = [group.select(x, 0).data_ptr() - x.data_ptr() for group in groups]
+                assert begins == [8 * group.heads[0] for group in groups]
             for rank, (first, count) in enumerate(zip(plan.first, plan.keys, strict=True)):
-                found = [layer.select(x, 0).split(layer.sizes)[rank].tolist() for layer in layers]
+                found = [group.select(x, 0).split(group.sizes)[rank].tolist() for group in groups]
                 held = list(itertools.chain(*found))
                 assert held == list(range(first, first + count)), (heads, key_heads, world)
-                assert sum(map(bool, found)) == (count > 0), "one layer has all of them"
+                assert sum(map(bool, found)) == (count > 0), "one group has all of them"
 
 
 def check_two_levels(rank: int, folder: Path, order: str) -> None:

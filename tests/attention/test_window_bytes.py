@@ -136,7 +136,7 @@ def check_whole_keys(rank: int, world: int, group: Group) -> None:
         assert traffic(layout, method, whole, mask=spar.Spans.chunks(total, 8)) == (0, 0)
     # Each rank's queries need its own keys, which lie elsewhere in the other layout.
     spans = spar.Spans.chunks(total, 8)
-    halo = halo_of(spans, layout, other, world, rank)
+    halo = halo_of(spans, numbers_of(layout, 0), numbers_of(other, 0), world, rank)
     assert sum(run.size for run in halo.held) >= 8
     *queries, upper = [x[:, layout.index()].requires_grad_() for x in (whole[0], whole[3])]
     keys = [x[:, other.index()].requires_grad_() for x in whole[1:3]]
@@ -151,7 +151,8 @@ def check_whole_keys(rank: int, world: int, group: Group) -> None:
 def check_strips(rank: int, world: int, group: Group) -> None:
     """The halo lies beside a rank's own keys: one block covers both."""
     layout = SequenceLayout.even(16 * world, group)
-    halo = halo_of(spar.Spans.window(16 * world, 5, 3), layout, layout, world, rank)
+    numbers = numbers_of(layout, 0)
+    halo = halo_of(spar.Spans.window(16 * world, 5, 3), numbers, numbers, world, rank)
     before, behind = 5 * (rank > 0), 3 * (rank < world - 1)
     assert joined_runs(halo.held) == [(0, 16 * rank - before, before + 16 + behind)]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.whole_attention import METHODS
 
 import spar
 from spar import _C
@@ -24,8 +26,16 @@ MOST = {  # functions entered, crossings into C
     "recorded": (14, 2),
     "recorded, repeated": (7, 1),
     "backward": (6, 1),
-    "ring attention": (60, 2),
-    "its backward": (70, 4),
+    "attention by ulysses": (22, 2),
+    "attention by ulysses, recorded": (30, 2),
+    "attention by ulysses, backward": (11, 2),
+    "attention by gather": (35, 1),
+    "attention by gather, recorded": (40, 1),
+    "attention by gather, backward": (47, 1),
+    "attention by ring": (39, 2),
+    "attention by ring, recorded": (40, 2),
+    "attention by ring, backward": (69, 4),
+    "attention in a view": (54, 2),
 }
 
 
@@ -69,22 +79,16 @@ def fits(counts: tuple[int, int], name: str) -> bool:
     return all(count <= most for count, most in zip(counts, MOST[name], strict=True))
 
 
+def measured(name: str, call: Callable[[], Any]) -> Any:
+    counts, result, names = count(call)
+    assert fits(counts, name), (name, counts, names)
+    return result
+
+
 def check_calls(rank: int, world: int, group: dist.ProcessGroup) -> None:
     x = torch.zeros(1, 3, 2 * world, 5)
     learned = x.clone().requires_grad_()
-    layout = spar.SequenceLayout.zigzag(8 * world, group)
-    q = torch.zeros(1, 8, 4, 8, requires_grad=True)
-
-    def attend() -> torch.Tensor:
-        return spar.attention(q, q, q, layout, causal=True, method="ring")
-
-    def measured(name: str, call: Callable[[], Any]) -> Any:
-        counts, result, names = count(call)
-        assert fits(counts, name), (name, counts, names)
-        return result
-
     spar.all_to_all(torch.zeros(1, 2, world, 2), group, 2, 1)  # what is imported or set up once
-    attend().sum().backward()
     measured("first", lambda: spar.all_to_all(x, group, 2, 1))
     measured("repeated", lambda: spar.all_to_all(x, group, 2, 1))
     y = measured("recorded", lambda: spar.all_to_all(learned, group, 2, 1))
@@ -92,11 +96,60 @@ def check_calls(rank: int, world: int, group: dist.ProcessGroup) -> None:
     y.backward(ones)
     y = measured("recorded, repeated", lambda: spar.all_to_all(learned, group, 2, 1))
     measured("backward", lambda: y.backward(ones))
-    y = measured("ring attention", attend)
-    ones = torch.ones_like(y)
-    measured("its backward", lambda: y.backward(ones))
+
+
+def check_attention(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Count what a call of an attention that was decided before enters."""
+    layout = spar.SequenceLayout.zigzag(8 * world, group)
+    q, learned = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 4, 8, requires_grad=True)
+    for method in METHODS:
+        attend = functools.partial(spar.attention, layout=layout, causal=True, method=method)
+        for x in (q, learned):
+            attend(x, x, x).sum().backward() if x.requires_grad else attend(x, x, x)
+        name = f"attention by {method}"
+        measured(name, functools.partial(attend, q, q, q))
+        y = measured(f"{name}, recorded", functools.partial(attend, learned, learned, learned))
+        measured(f"{name}, backward", functools.partial(y.backward, torch.ones_like(y)))
+
+
+class Layers(torch.nn.Module):
+    """A model of which each block attends so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.blocks = torch.nn.ModuleList([torch.nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.blocks[0](x).unflatten(2, (4, 8)).transpose(1, 2)
+        for _ in range(self.times):
+            q = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        return q.transpose(1, 2).flatten(2)
+
+
+def check_view(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Count what one more attention of a model in a view enters."""
+    x, counts = torch.zeros(1, 8 * world, 32, requires_grad=True), []
+    for times in (1, 2):
+        model = Layers(times)
+        spar.shard_model(model, group)
+        for _ in range(2):
+            model(x)
+        counts.append(count(functools.partial(model, x))[0])
+    more = counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+    assert fits(more, "attention in a view"), more
 
 
 @pytest.mark.one_transport
 def test_calls_enter_few_functions_and_cross_into_c_once(ranks: Ranks) -> None:
     ranks(2, check_calls)
+
+
+@pytest.mark.one_transport
+def test_an_attention_that_was_decided_enters_few_functions(ranks: Ranks) -> None:
+    ranks(2, check_attention)
+
+
+@pytest.mark.one_transport
+def test_an_attention_in_a_view_enters_few_functions(ranks: Ranks) -> None:
+    ranks(2, check_view)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar import SequenceLayout
-from spar._attention import methods, tiles
+from spar._attention import local, tiles
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 Make = Callable[[Any], SequenceLayout]
@@ -283,7 +283,7 @@ def error_of_rank(case: Case, group: dist.ProcessGroup, expected: list[Tensor], 
         return spar.attention(q, k, v, layout if keys is layout else (layout, keys), sinks=sinks, **keywords)
 
     context = torch.autocast("cpu", case.dtype) if case.autocast else contextlib.nullcontext()
-    with mock.patch.object(tiles, "TILE", case.tile), mock.patch.object(methods, "MOST_KEYS", 7):
+    with mock.patch.object(tiles, "TILE", case.tile), mock.patch.object(local, "MOST_KEYS", 7):
         with context:
             if case.recomputed:
                 outs = checkpoint(attend, *leaves, use_reentrant=case.reentrant)

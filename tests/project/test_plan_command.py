@@ -136,18 +136,18 @@ def test_planned_bytes_of_hybrid_layouts(tmp_path: Path) -> None:
 
 
 def check_choice(rank: int, world: int, group: Group) -> None:
-    """Note which method spar.attention runs where the caller names none.
+    """Note which method spar.attention decides on where the caller names none.
 
     `check_bytes` compares the traffic of all ways: planning it here, too, would take most of the time.
     """
     used: list[str] = []
 
     def noting(name: str, method: Any) -> Any:
-        def run(problem: Any) -> Any:
+        def decide(problem: Any) -> Any:
             used.append(name)
-            return method.run(problem)
+            return method.decide(problem)
 
-        return method._replace(run=run)
+        return method._replace(decide=decide)
 
     methods = attention_module._METHODS
     originals = dict(methods)

@@ -69,7 +69,7 @@ def planned_ranks(world: int) -> list[int]:
 
 def evaluate(layer: Layer, method: str, kind: str) -> Way:
     layout = placed(layer, kind, 0).layout
-    default = chosen_method((layout, layout), layer.heads) == method
+    default = chosen_method(layout, layout, layer.heads) == method
     try:
         traffic = [exchanged(layer, method, kind, rank) for rank in planned_ranks(layer.ranks)]
     except ValueError as error:

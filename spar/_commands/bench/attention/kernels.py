@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ...._attention import methods
+from ...._attention import local
 from ...._attention.kernels import KERNELS
 from ...._attention.kernels.aten import FlashCpu
 from ...._attention.kernels.kernel import BlockInputs, Gradients
@@ -65,7 +65,7 @@ def no_kernel(copies: bool = False) -> Iterator[None]:
         return out
 
     with (
-        mock.patch.object(methods, "scaled_dot_product_attention", nothing),
+        mock.patch.object(local, "scaled_dot_product_attention", nothing),
         mock.patch.multiple(ways, sdpa=nothing, flash=_NoBlock(copies)),
         mock.patch.dict(KERNELS["cpu"], flash=_NoBlock(copies)),
     ):
