@@ -114,13 +114,17 @@ class _Sending:
         self.work: Work | None = None
         self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
         self.received: Sequence[torch.Tensor]
-        exchange = Exchange(name, ring.place, args, records=records, note=note)
         if torch.compiler.is_compiling():
-            self.received = exchange.run(tensors)
-        else:
-            self.received, self.work = begin(exchange, tensors, None, True, forward)
-            if self.work is None or self.work.is_completed():
-                self.sent = ()
+            self.received = Exchange(name, ring.place, args, records=records, note=note).run(tensors)
+            return
+        remembered = ring.place.exchanges if isinstance(ring.place, Group) else {}
+        key = name, args, records, note
+        exchange = remembered.get(key)
+        if exchange is None:
+            exchange = remembered[key] = Exchange(name, ring.place, args, records=records, note=note)
+        self.received, self.work = begin(exchange, tensors, None, True, forward)
+        if self.work is None or self.work.is_completed():
+            self.sent = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return what came from other ranks, once; keep nothing."""

@@ -32,9 +32,9 @@ MOST = {  # functions entered, crossings into C
     "attention by gather": (35, 1),
     "attention by gather, recorded": (40, 1),
     "attention by gather, backward": (47, 1),
-    "attention by ring": (39, 2),
-    "attention by ring, recorded": (40, 2),
-    "attention by ring, backward": (69, 4),
+    "attention by ring": (38, 1),
+    "attention by ring, recorded": (39, 1),
+    "attention by ring, backward": (67, 2),
     "attention in a view": (54, 2),
 }
 
