@@ -76,6 +76,13 @@ class Aliases:
                 self._add(own, _Alias(other, of_whole=False))
                 self._add(other, _Alias(own, of_whole=False))
 
+    def would_share(self, x: Tensor, y: Tensor) -> bool:
+        """Whether two tensors would share memory if nothing was sharded, and do not."""
+        if not (torch._C._has_storage(x) and torch._C._has_storage(y)):
+            return False
+        memory = _memory(y).cdata
+        return any(alias.memory.cdata == memory for alias in self._of.get(_memory(x).cdata, ()))
+
     def write(self, x: Tensor) -> bool:
         """Note that x is changed in place; return whether others lack that."""
         if not self._of or not torch._C._has_storage(x) or x.untyped_storage()._cdata not in self._of:

@@ -64,12 +64,12 @@ def compiled_by(compiled: Any) -> Backend | None:
     if not hasattr(compiled, _BACKEND):
         cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
         callbacks = [x.callback for x in cells if callable(getattr(x, "callback", None))]
-        setattr(compiled, _BACKEND, backend_of(callbacks[0]) if callbacks else None)
+        setattr(compiled, _BACKEND, backend_in(callbacks[0]) if callbacks else None)
     found: Backend | None = getattr(compiled, _BACKEND)
     return found
 
 
-def backend_of(callback: Any) -> Backend:
+def backend_in(callback: Any) -> Backend:
     """Return the backend that one of Dynamo's callbacks wraps."""
     found = True
     while found:
@@ -86,4 +86,4 @@ def backend_of_trace() -> Backend:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
-    return backend_of(compiler)
+    return backend_in(compiler)

@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._exchange.observers import _dispatch_modes
 from ..ops.gather import all_gather
-from .backends import Backend, compiled_by
+from .backends import Backend, backend_in, compiled_by
 from .experts import Numbers, allow_in_graph
 from .hollow import Hollows, dense, dense_strides, is_hollow, local_of, order_of
 from .part import Shard, changed, mark, part_of, shard_of, tensors_in
@@ -34,6 +34,7 @@ from .tracing import MaskShape, Refused, Traced, compiling
 from .view import View, without_view
 
 _hollows = Hollows()
+_MOST_ALIKE = 4  # blocks that are tried in vain, beside others that are compiled
 _KNOWN = frozenset({"_spar_shard", "_spar_even"})  # attributes of parts, which hollow tensors need not have
 
 
@@ -65,10 +66,11 @@ class CompiledBlocks:
         backend = None if view._aliases.any_stale else view.backend_of(block)
         if backend is None:
             return own(*args, **kwargs)
-        kind = self.kinds.get((backend, _code(own)))
+        key = backend, type(vars(block)["_modules"].get("_orig_mod", block)), _code(own)
+        kind = self.kinds.get(key)
         if kind is None:
             allow_in_graph()
-            kind = self.kinds[backend, _code(own)] = _Kind(view, backend, self.numbers)
+            kind = self.kinds[key] = _Kind(view, backend, self.numbers)
         tensors = tensors_in(args, kwargs)
         shards = tuple([shard_of(x) or isinstance(x, SpansMask) for x in tensors])
         is_of_parts = any(isinstance(shard, Shard) for shard in shards)
@@ -90,6 +92,9 @@ class CompiledBlocks:
 def backend_of(asked: Backend | None, block: nn.Module) -> Backend | None:
     """Return by which backend a block is compiled; asked: the model's."""
     made = vars(block).get("_compiled_call_impl")
+    wrapping = vars(block).get("dynamo_ctx")  # of what torch.compile(block) returned
+    if wrapping is not None:
+        return backend_in(wrapping.callback)
     return asked if made is None else compiled_by(made)
 
 
@@ -134,10 +139,11 @@ class _Kind:
         return found
 
     def refuse(self, block: nn.Module, reason: str, *, for_all: bool = False) -> None:
-        """Let a block run eagerly from now on; all, where none of two was compiled."""
+        """Let a block run eagerly from now on; all, where several could not be compiled for one reason."""
         self.reasons[block] = reason
         self.view.report.add_eager(block, reason)
-        if for_all or (len(self.reasons) > 1 and not self.graphs):
+        alike = sum(other == reason for other in self.reasons.values())
+        if for_all or alike >= (_MOST_ALIKE if self.graphs else 2):
             self.reason = reason
 
 
@@ -251,7 +257,7 @@ class _Entry:
         written = [i for i, info in enumerate(infos) if info.mutates_data or info.mutates_metadata]
         self.graphs += 1
         self._is_new = True
-        results = traced.results
+        results, copies = traced.results, traced.copies
 
         def run(*given: Any) -> Any:
             local = inputs.local(given)
@@ -272,6 +278,8 @@ class _Entry:
             for x, shard in zip(out, results, strict=True):
                 if shard is not None:
                     mark(x, shard.part)
+            for i, j in copies:
+                view._aliases.add_copies([out[i]], (*local, *out)[j])
             return out
 
         return run
@@ -330,6 +338,8 @@ class _Inputs:
                 continue
             if part_of(real) is not None:
                 raise Refused(f"it reads {node.name}, a part, otherwise than by an argument")
+            if type(real) not in (Tensor, nn.Parameter):
+                raise Refused(f"it reads {node.name}, a {type(real).__name__}")
             self.shards.append(None)
             self.fakes.append(example)
             if not isinstance(real, nn.Parameter):

@@ -18,6 +18,8 @@ from torch._ops import HigherOrderOperator
 
 from .._attention.spans import Spans
 from .._tracing import constant
+from .functions import function_of, is_operator
+from .groups import is_collective_operator
 from .outside import intercepted
 from .part import has_part, mark, shard_of, tensors_in, whole_shape
 from .rules.attention import reach_of
@@ -59,6 +61,8 @@ class Traced(nn.Module):
         masks: those inputs that are masks of spans.
         leaves: what functions that stand for others in the graph look up.
         results: what each result of the newest run is.
+        copies: pairs of a result and one of the inputs and results, which would share memory if nothing was
+            sharded, by their numbers.
         runs: how often it was run.
         ran_whole: the names of functions that ran whole.
     """
@@ -74,6 +78,7 @@ class Traced(nn.Module):
         super().__init__()
         self.graph, self.view, self.shards, self.masks, self.leaves = graph, view, shards, masks, leaves
         self.results: list[Any] = []
+        self.copies: list[tuple[int, int]] = []
         self.runs = 0
         self.ran_whole: frozenset[str] = frozenset()
 
@@ -89,6 +94,12 @@ class Traced(nn.Module):
         with intercepted(view), view, torch.fx.traceback.preserve_node_meta():
             out = _Run(self.graph, view).run(*given)
         out = [view.check_stale("a compiled block", x) if isinstance(x, Tensor) else x for x in out]
+        self.copies = [
+            (i, j)
+            for i, x in enumerate(out)
+            for j, y in enumerate((*given, *out))
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and view._aliases.would_share(x, y)
+        ]
         self.results = [shard_of(x) for x in out]
         self.ran_whole = frozenset(each.function for each in view.report.functions)
         return tuple(out)
@@ -134,6 +145,8 @@ class _Run(torch.fx.Interpreter):
         leaf = getattr(target, "_spar_in_view", None)
         if leaf is not None:
             return leaf(self.view, *args, **kwargs)
+        if is_operator(target) and is_collective_operator(function_of(target).name):
+            raise Refused("it communicates itself")
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         if not has_part(args, kwargs):

@@ -111,19 +111,26 @@ def compile_blocks(model: Any) -> None:
 
 
 def check_ways(rank: int, world: int, group: Group) -> None:
-    ways: dict[str, tuple[Callable[[Any], Any], int]] = {
+    def wrapping() -> nn.Module:
+        model: Any = Net()
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = torch.compile(block, backend=BACKEND)
+        return model
+
+    ways: dict[str, tuple[Callable[[Any], Any] | None, int]] = {
         "nobody": (lambda model: None, 0),
         "the model": (functools.partial(torch.compile, backend=BACKEND), 1),
         "the model in place": (lambda model: model.compile(backend=BACKEND), 1),
         "all blocks": (compile_blocks, 1),
+        "wrapped blocks": (None, 1),
         "one block": (lambda model: model.blocks[1].compile(backend=BACKEND), 1),
         "by torch's functions": (lambda model: model.compile(backend="eager"), 1),
     }
     for name, (way, graphs) in ways.items():
-        compared = Compared(of(Block), group, way)
+        compared = Compared(wrapping if way is None else of(Block), group, way or (lambda model: None))
         for seed in range(3):
             compared.step(inputs(seed))
-        assert compared.graphs == graphs, name
+        assert compared.graphs == graphs and not compared.reasons, (name, compared.reasons)
         compiled, compared.call = compared.call, compared.model
         if name == "the model":
             compared.step(inputs(9, 17))  # the model itself is not compiled
@@ -246,6 +253,19 @@ def check_shared(rank: int, world: int, group: Group) -> None:
     compared.model.reads_again = True
     with torch.no_grad(), pytest.raises(RuntimeError, match="was changed in place through another one"):
         compared.call(inputs())
+
+
+def check_copies(rank: int, world: int, group: Group) -> None:
+    """A slice of a part is a copy: the view must see that the block returns it."""
+    compared = Compared(of(blocks.Slicing, blocks.ViewingNet), group)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="was changed in place through another one"):
+            compared.call(inputs())
+        vars(compared.model)["_spar_view"].view.recording = False
+
+
+def test_the_view_knows_which_results_of_compiled_code_are_copies(ranks: Ranks) -> None:
+    ranks(2, check_copies)
 
 
 def test_changes_of_arguments_reach_what_shares_their_memory(ranks: Ranks) -> None:
