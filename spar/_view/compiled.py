@@ -208,19 +208,20 @@ class _Entry:
 
     def _release(self, block: nn.Module, used: dict[int, Tensor]) -> None:
         """Give hollow tensors back; where a block keeps one, as in an attribute, it gets the part instead."""
-        while used:
-            hollow = used.popitem()[1]
-            if sys.getrefcount(hollow) > 2:
+        for key in [*used]:
+            if _references(used, key) > _ALONE:
                 gc.collect()
-            if sys.getrefcount(hollow) == 2:
-                _hollows.give_back(hollow)
-                continue
-            _replace_everywhere(hollow, local_of(hollow))
-            if sys.getrefcount(hollow) > 2:
-                raise self.view.error(
-                    type(block).__name__, "keeps an argument where spar cannot find it", "do not compile it"
-                )
-            self.kind.refuse(block, "it keeps an argument")
+            if _references(used, key) > _ALONE:
+                _replace_everywhere(used[key], local_of(used[key]), used)
+                self.kind.refuse(block, "it keeps an argument")
+                if _references(used, key) > _ALONE:
+                    raise self.view.error(
+                        type(block).__name__,
+                        "keeps an argument where spar cannot find it",
+                        "do not compile it",
+                    )
+            else:
+                _hollows.give_back(used.pop(key))
 
     # ---- a graph ----
 
@@ -265,11 +266,11 @@ class _Entry:
                 self._is_new = False
                 if not _agree(view, True):
                     raise Disagreed("another rank could not compile it")
-            self._runs = True
             before = [local[i] for i in written]
             inputs.make_dense(local)
             if written:
                 _check_overlap(local, written)
+            self._runs = True
             out = code(*local)
             for i, x in zip(written, before, strict=True):
                 if local[i] is not x:
@@ -423,9 +424,18 @@ def _carry_back(containers: list[tuple[Any, Any]]) -> None:
             before.update(made)
 
 
-def _replace_everywhere(hollow: Tensor, x: Tensor) -> None:
-    """Put a part in the place of a hollow tensor in dicts, as of attributes, and in lists."""
+def _references(used: dict[int, Any], key: int) -> int:
+    return sys.getrefcount(used[key])
+
+
+_ALONE = _references({0: object()}, 0)  # of what nobody else refers to
+
+
+def _replace_everywhere(hollow: Tensor, x: Tensor, used: dict[int, Tensor]) -> None:
+    """Put a part in the place of a hollow tensor in dicts but `used`, as of attributes, and in lists."""
     for holder in gc.get_referrers(hollow):
+        if holder is used:
+            continue
         if isinstance(holder, dict):
             for key in [key for key, value in holder.items() if value is hollow]:
                 holder[key] = x

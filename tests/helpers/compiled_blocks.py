@@ -235,11 +235,13 @@ class Two(Block):
 
 
 class OverlappingNet(Net):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__(kind)
+        self.blocks[0] = Block()
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        z = self.blocks[0](x * 1, x * 1)
-        u = z * 1
-        return self.head(self.blocks[1](u, u.view_as(u)))
+        x = self.blocks[0](self.embed(x)) * 1
+        return self.head(self.blocks[1](x, x.transpose(0, 1).transpose(0, 1)))
 
 
 class Fills(Block):
