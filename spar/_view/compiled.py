@@ -13,13 +13,15 @@ import copy
 import gc
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import maybe_current_level
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import detect_fake_mode
 from torch.compiler import is_dynamo_compiling
 
@@ -28,12 +30,13 @@ from ..ops.gather import all_gather
 from .backends import Backend, backend_in, compiled_by
 from .experts import Numbers, allow_in_graph
 from .hollow import Hollows, dense, dense_strides, is_hollow, local_of, order_of
-from .part import Shard, changed, mark, part_of, shard_of, tensors_in
+from .part import Shard, changed, mark, part_of, sequence_of, shard_of, tensors_in
 from .spans_mask import SpansMask
 from .tracing import MaskShape, Refused, Traced, compiling
 from .view import View, without_view
 
 _hollows = Hollows()
+_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 _MOST_ALIKE = 4  # blocks that are tried in vain, beside others that are compiled
 _KNOWN = frozenset({"_spar_shard", "_spar_even"})  # attributes of parts, which hollow tensors need not have
 
@@ -86,7 +89,7 @@ class CompiledBlocks:
             if module in self.experts:
                 experts = self.experts[module]
                 experts.number = self.numbers.number(module, experts.own)
-        return entry.call(block, own, args, kwargs)
+        return entry.call(block, own, args, kwargs, {id(x) for x in tensors})
 
 
 def backend_of(asked: Backend | None, block: nn.Module) -> Backend | None:
@@ -161,7 +164,8 @@ class _Entry:
         self.graphs = 0
         self._is_new = False  # whether a graph was made, of which the ranks have not agreed yet
         self._runs = False  # whether compiled code runs, whose errors are the user's
-        self._inputs: set[int] = set()  # of the graph that is being made, by identity
+        self._given: set[int] = set()  # the tensors among the arguments, by identity
+        self._inputs: set[int] = set()  # those of the graph that is being made
         self._compiled: Any = torch.compile(
             _of_its_own(_run, number),
             backend=self._make,
@@ -172,9 +176,11 @@ class _Entry:
 
     # ---- a call ----
 
-    def call(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any, given: set[int]) -> Any:
+        """given: the tensors among the arguments, by identity."""
+        self._given = given
         used: dict[int, Tensor] = {}
-        containers: list[tuple[Any, Any]] = []
+        containers: list[Any] = []
 
         def hollow(x: Tensor) -> Tensor:
             if shard_of(x) is None and not isinstance(x, SpansMask):
@@ -185,15 +191,20 @@ class _Entry:
 
         self._runs = False
         try:
-            with without_view(), compiling():
-                out = self._compiled(own, *[_copied(hollow, x, containers) for x in (args, kwargs)])
+            with without_view():
+                try:
+                    with compiling():
+                        out = self._compiled(own, *[_replaced(hollow, x, containers) for x in (args, kwargs)])
+                finally:
+                    for container in containers:
+                        _replaced(local_of, container, [])
+                    containers.clear()
         except Exception as error:
             if self._runs:
                 raise
             self._fail(block, error)
             return own(*args, **kwargs)
         out = changed(local_of, out)
-        _carry_back(containers)
         self._release(block, used)
         return out
 
@@ -234,7 +245,7 @@ class _Entry:
             x = guard.value
             if guard.guard_type != "TENSOR_MATCH" or not isinstance(x, Tensor):
                 continue
-            if not (isinstance(x, nn.Parameter) or is_hollow(x) or id(x) in self._inputs):
+            if not (isinstance(x, nn.Parameter) or is_hollow(x) or id(x) in self._inputs | self._given):
                 raise Refused(f"it depends on the shape of {guard.name}, which is no argument")
         # The forward of a layer's experts is another object in each, whose attributes have their own guards.
         return [
@@ -254,8 +265,9 @@ class _Entry:
         if all(map(_is_of_torch, known)) and (new := sorted(traced.ran_whole - known)):
             raise Refused(f"only compiled these would run whole: {', '.join(new)}")
         context: Any = torch._guards.TracingContext.get()
-        infos = context.fw_metadata.input_info
-        written = [i for i, info in enumerate(infos) if info.mutates_data or info.mutates_metadata]
+        metadata = context.fw_metadata
+        written = [i for i, x in enumerate(metadata.input_info) if x.mutates_data or x.mutates_metadata]
+        returned = [x.base_idx for x in metadata.output_info if x.output_type in _OF_INPUTS]
         self.graphs += 1
         self._is_new = True
         results, copies = traced.results, traced.copies
@@ -266,16 +278,18 @@ class _Entry:
                 self._is_new = False
                 if not _agree(view, True):
                     raise Disagreed("another rank could not compile it")
-            before = [local[i] for i in written]
-            inputs.make_dense(local)
-            if written:
+            if written or returned:
+                before = [local[i] for i in (*written, *returned)]
+                inputs.make_dense(local)
+                if any(local[i] is not x for i, x in zip((*written, *returned), before, strict=True)):
+                    raise Refused("it changes or returns an argument that has gaps in memory")
                 _check_overlap(local, written)
+            else:
+                inputs.make_dense(local)
             self._runs = True
             out = code(*local)
-            for i, x in zip(written, before, strict=True):
-                if local[i] is not x:
-                    x.copy_(local[i])
-                view.note_written([x])
+            for i in written:
+                view.note_written([local[i]])
             for x, shard in zip(out, results, strict=True):
                 if shard is not None:
                     mark(x, shard.part)
@@ -396,32 +410,37 @@ def _check_overlap(local: list[Any], written: list[int]) -> None:
 # ---- what a block does with its arguments ----
 
 
-def _copied(function: Callable[[Tensor], Any], value: Any, containers: list[tuple[Any, Any]]) -> Any:
-    """Return a nested value as `changed` does, with lists and dicts that the caller's code may change."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([_copied(function, entry, containers) for entry in value])
-    if kind is list:
-        made: Any = [_copied(function, entry, containers) for entry in value]
-    elif kind is dict:
-        made = {key: _copied(function, entry, containers) for key, entry in value.items()}
+def _replaced(function: Callable[[Tensor], Any], value: Any, containers: list[Any]) -> Any:
+    """Return a nested value with function's result for each tensor, and list what was changed for that.
+
+    Lists, dicts and dataclasses are changed in place, innermost first: others may refer to them.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        entries = [_replaced(function, entry, containers) for entry in value]
+        is_same = all(now is entry for now, entry in zip(entries, value, strict=True))
+        return value if is_same else sequence_of(value, entries)
+    if isinstance(value, list):
+        places: Any = range(len(value))
+    elif isinstance(value, MutableMapping):
+        places = [*value]
+    elif is_dataclass(value) and not isinstance(value, type):
+        for name in [field.name for field in fields(value) if hasattr(value, field.name)]:
+            before = getattr(value, name)
+            now = _replaced(function, before, containers)
+            if now is not before:
+                object.__setattr__(value, name, now)
+        containers.append(value)
+        return value
     else:
-        return changed(function, value)
-    containers.append((value, made))
-    return made
-
-
-def _carry_back(containers: list[tuple[Any, Any]]) -> None:
-    """Let each of the caller's lists and dicts have what the block left in the copy that it got."""
-    while containers:
-        before, now = containers.pop()
-        if isinstance(before, list):
-            if len(before) != len(now) or any(local_of(b) is not a for a, b in zip(before, now, strict=True)):
-                before[:] = changed(local_of, now)
-        elif list(before) != list(now) or any(local_of(now[key]) is not x for key, x in before.items()):
-            made = changed(local_of, now)
-            before.clear()
-            before.update(made)
+        return value
+    for place in places:
+        now = _replaced(function, value[place], containers)
+        if now is not value[place]:
+            value[place] = now
+    containers.append(value)
+    return value
 
 
 def _references(used: dict[int, Any], key: int) -> int:

@@ -404,7 +404,7 @@ def changed(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         entries = [changed(function, entry) for entry in value]
         is_same = all(now is entry for now, entry in zip(entries, value, strict=True))
-        return value if is_same else _sequence(value, entries)
+        return value if is_same else sequence_of(value, entries)
     if isinstance(value, Mapping):
         items = {key: changed(function, entry) for key, entry in value.items()}
         return value if all(items[key] is entry for key, entry in value.items()) else _mapping(value, items)
@@ -417,7 +417,7 @@ def changed(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def _sequence(value: Any, entries: list[Any]) -> Any:
+def sequence_of(value: Any, entries: list[Any]) -> Any:
     """Return a list or tuple as a value is, with other entries."""
     kind = type(value)
     if isinstance(value, list):

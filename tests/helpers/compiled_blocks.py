@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -290,6 +291,46 @@ class AppendingNet(Net):
         for block in self.blocks:
             x = block(x, skips)
         return self.head(x + torch.stack(skips).sum(0))
+
+
+class Pair(NamedTuple):
+    items: list[Tensor]
+    again: list[Tensor]
+
+
+@dataclass
+class State:
+    pair: Pair
+    named: OrderedDict[str, Tensor]
+    x: Tensor
+
+
+class ChangesState(Block):
+    """Changes containers that others refer to, keeps one and returns another."""
+
+    kept: Any = None
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        (state,) = rest
+        y: Tensor = super().forward(x + state.x)
+        state.pair.items.append(y * 0.5)
+        state.pair.again[0] = state.pair.again[0] + y
+        state.named["y"] = y + len(state.pair.items)
+        state.x = state.x * 2
+        self.kept = state.pair.again
+        return y, state.pair.items
+
+
+class StateNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        items = [x * 0.1]
+        state = State(Pair(items, items), OrderedDict(x=x), x * 0.3)
+        for block in self.blocks:
+            x, returned = block(x, state)
+            assert returned is items is block.kept is state.pair.again
+        assert list(state.named) == ["x", "y"]
+        return self.head(x + torch.stack(items).sum(0) + state.named["y"] + state.x)
 
 
 class Tagged(Block):

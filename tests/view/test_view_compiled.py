@@ -42,6 +42,7 @@ RIGHT = {
     "returns its argument": of(blocks.Returns, blocks.ReturningNet),
     "fills": of(blocks.Fills),
     "dataclasses": of(blocks.OfDataclasses, blocks.DataclassNet),
+    "containers that others refer to": of(blocks.ChangesState, blocks.StateNet),
     "a list that grows": of(blocks.Appends, blocks.AppendingNet),
     "an autograd Function": of(blocks.Custom),
     "functions that run whole": of(blocks.RunsWhole),
