@@ -13,7 +13,7 @@ import copy
 import gc
 import sys
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from .._exchange.observers import _dispatch_modes
 from ..ops.gather import all_gather
 from .backends import Backend, backend_in, compiled_by
-from .experts import Numbers, allow_in_graph
+from .experts import Numbers, Same, allow_in_graph
 from .hollow import Hollows, dense, dense_strides, is_hollow, local_of, order_of
 from .part import Shard, changed, mark, part_of, sequence_of, shard_of, tensors_in
 from .spans_mask import SpansMask
@@ -36,6 +36,7 @@ from .tracing import MaskShape, Refused, Traced, compiling
 from .view import View, without_view
 
 _hollows = Hollows()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 _MOST_ALIKE = 4  # blocks that are tried in vain, beside others that are compiled
 _KNOWN = frozenset({"_spar_shard", "_spar_even"})  # attributes of parts, which hollow tensors need not have
@@ -77,12 +78,15 @@ class CompiledBlocks:
         tensors = tensors_in(args, kwargs)
         shards = tuple([shard_of(x) or isinstance(x, SpansMask) for x in tensors])
         is_of_parts = any(isinstance(shard, Shard) for shard in shards)
-        if kind.reason or block in kind.reasons or not is_of_parts or _is_watched():
+        if kind.reason or block in kind.reasons or not is_of_parts:
+            return own(*args, **kwargs)
+        if _is_watched():
+            view.report.add_eager(block, "a mode, a transform or a global hook is to see its functions")
             return own(*args, **kwargs)
         if names := {name for x in tensors if shard_of(x) for name in vars(x)} - _KNOWN:
             kind.refuse(block, f"an argument has the attribute {min(names)}")
             return own(*args, **kwargs)
-        entry = kind.entry(block, shards)
+        entry = kind.entry(block, shards, (shards, *_replaced_code(block)))
         if entry is None:
             return own(*args, **kwargs)
         for module in block.modules() if self.experts else ():
@@ -102,9 +106,26 @@ def backend_of(asked: Backend | None, block: nn.Module) -> Backend | None:
 
 
 def _is_watched() -> bool:
-    """Whether a mode in the view, or a transform, is to see the functions of a block."""
+    """Whether a mode in the view, a transform or a hook of all modules is to see the functions of a block."""
     newest = _get_function_stack_at(_len_torch_function_stack() - 1)
-    return not isinstance(newest, View) or bool(_dispatch_modes()) or maybe_current_level() is not None
+    is_seen = not isinstance(newest, View) or bool(_dispatch_modes()) or maybe_current_level() is not None
+    return is_seen or torch.nn.modules.module._has_any_global_hook()
+
+
+def _replaced_code(module: nn.Module, path: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Return what users put into inner modules of a block, with their places: torch's guards may miss it.
+
+    These are hooks, and forwards in the place of a class's own.
+    """
+    for place, inner in enumerate(module._modules.values()):
+        if inner is None:
+            continue
+        own = vars(inner)
+        if any(own[name] for name in _HOOKS) or "forward" in own:
+            hooks = [Same(hook) for name in _HOOKS for hook in own[name].values()]
+            forward = own.get("forward")
+            yield path, place, *hooks, None if hasattr(type(forward), "is_like_others") else Same(forward)
+        yield from _replaced_code(inner, (*path, place))
 
 
 def _code(own: Any) -> Any:
@@ -130,15 +151,22 @@ class _Kind:
     def graphs(self) -> int:
         return sum(entry.graphs for entry in self._entries.values())
 
-    def entry(self, block: nn.Module, shards: Any) -> _Entry | None:
-        """Return the code for arguments that are these parts; None if there is too much."""
-        found = self._entries.get(shards)
+    def entry(self, block: nn.Module, shards: Any, key: Any) -> _Entry | None:
+        """Return the code for arguments that are these parts; None if there is too much, or can be none.
+
+        key: of these, and of what else torch's guards may miss.
+        """
+        found = self._entries.get(key)
         if found is None:
+            if any(isinstance(shard, Shard) and min(shard.part.sizes) < 2 for shard in shards):
+                # Of one token, strides do not tell in which order the dims lie on other ranks.
+                self.view.report.add_eager(block, "a rank has less than two tokens of an argument")
+                return None
             most: int = torch._dynamo.config.recompile_limit
             if len(self._entries) >= most:
                 self.view.report.add_eager(block, f"its arguments are of more than {most} lengths or layouts")
                 return None
-            found = self._entries[shards] = _Entry(self, len(self._entries))
+            found = self._entries[key] = _Entry(self, len(self._entries))
         return found
 
     def refuse(self, block: nn.Module, reason: str, *, for_all: bool = False) -> None:
@@ -185,6 +213,8 @@ class _Entry:
         def hollow(x: Tensor) -> Tensor:
             if shard_of(x) is None and not isinstance(x, SpansMask):
                 return x
+            if x.is_neg() or (x.is_complex() and x.is_conj()):
+                raise Refused("an argument is a conjugate view, or a negative one")
             if id(x) not in used:
                 used[id(x)] = _hollows.take(x)
             return used[id(x)]

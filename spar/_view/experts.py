@@ -72,14 +72,14 @@ class Numbers:
         return number
 
 
-class _Same:
+class Same:
     """An object that is equal to itself alone."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -89,7 +89,7 @@ def _fixed(value: Any) -> Any:
     """Return a key for an attribute; the forward that the view has put there is in all."""
     if callable(value) and hasattr(type(value), "is_like_others"):
         return None
-    return value if isinstance(value, (int, float, str)) else _Same(value)
+    return value if isinstance(value, (int, float, str)) else Same(value)
 
 
 def in_graph(number: int, count: int, *tensors: Tensor) -> Tensor:

@@ -215,6 +215,38 @@ def test_guards_of_values_and_modes_hold(ranks: Ranks) -> None:
     ranks(2, check_guards)
 
 
+def check_hooks(rank: int, world: int, group: Group) -> None:
+    """Layers that differ by hooks, or forwards of their own, are other graphs: torch's guards miss that."""
+
+    def hooked(when: str) -> Callable[[Any], None]:
+        def change(model: Any) -> None:
+            first, second = model.blocks
+            if when == "both":
+                for i, block in enumerate((first, second)):
+                    block.mlp.register_forward_hook(lambda m, args, out, i=i: out * (1.5 + i))
+            elif when == "one":
+                second.norms[1].register_forward_pre_hook(lambda m, args: (args[0] + 0.1,))
+            else:
+                own = second.out.forward
+                second.out.forward = lambda x: own(x) * 3
+
+        return change
+
+    for when in ("both", "one", "forward"):
+        for is_late in (False, True):
+            compared = Compared(of(Block), group)
+            if is_late:
+                compared.step(inputs())
+                compared.step(inputs(1))
+            compared.apply(hooked(when))
+            for seed in range(2, 5):
+                compared.step(inputs(seed))
+
+
+def test_hooks_and_forwards_of_inner_modules_are_in_no_other_layers_graph(ranks: Ranks) -> None:
+    ranks(2, check_hooks)
+
+
 # ---- memory that tensors share ----
 
 
@@ -310,6 +342,20 @@ def check_lengths(rank: int, world: int, group: Group) -> None:
 
 def test_many_lengths_are_not_compiled_for_ever(ranks: Ranks) -> None:
     ranks(2, check_lengths)
+
+
+def check_few_tokens(rank: int, world: int, group: Group) -> None:
+    compared = Compared(of(Block), group)
+    for total in (3, 2, 1, 3):
+        compared.infer(inputs(0, total))
+    assert (
+        compared.graphs == 0
+        and compared.reasons == "Block x2: a rank has less than two tokens of an argument"
+    )
+
+
+def test_few_tokens_run_eagerly(ranks: Ranks) -> None:
+    ranks(2, check_few_tokens)
 
 
 # ---- ranks ----
