@@ -47,8 +47,8 @@ def run(args: Namespace) -> int:
     if not os.path.isfile(args.script):
         raise UsageError(f"the script {args.script!r} is no file; expected a Python file")
     doctor = Doctor(args.forward)
-    own = _ModelForward._run
-    _ModelForward._run = doctor.around(own)  # type: ignore[method-assign]
+    own = _ModelForward._run_eagerly
+    _ModelForward._run_eagerly = doctor.around(own)  # type: ignore[method-assign]
     sys.argv = [args.script, *args.args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
     try:
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
     except Ended:
         pass
     finally:
-        _ModelForward._run = own  # type: ignore[method-assign]
+        _ModelForward._run_eagerly = own  # type: ignore[method-assign]
     if not doctor.compared:
         raise UsageError(
             f"{args.script} ended without forward {args.forward} of a sharded model on more than one rank; "
@@ -76,12 +76,12 @@ class Doctor:
         self._busy = False
 
     def around(self, own: Any) -> Any:
-        def run(forward: _ModelForward, *args: Any, **kwargs: Any) -> Any:
-            sharded = forward.sharded
-            if not (self._busy or sharded.view.parts.world == 1 or sharded.is_running):
+        def run(forward: _ModelForward, asked: Any, args: Any, kwargs: Any) -> Any:
+            if not (self._busy or forward.sharded.is_running):
                 self._compare(forward, args, kwargs)
-            return own(forward, *args, **kwargs)
+            return own(forward, asked, args, kwargs)
 
+        run._torchdynamo_disable = True  # type: ignore[attr-defined] # as own
         return run
 
     def _compare(self, forward: _ModelForward, args: Any, kwargs: Any) -> None:
