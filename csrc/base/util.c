@@ -22,15 +22,16 @@ spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t
     return SPAR_OK;
 }
 
-void spar_append(char *text, size_t size, const char *format, ...)
+int spar_append(char *text, size_t size, const char *format, ...)
 {
     size_t used = strnlen(text, size);
     va_list args;
     if (used + 1 >= size)
-        return;
+        return 0;
     va_start(args, format);
     vsnprintf(text + used, size - used, format, args);
     va_end(args);
+    return 1;
 }
 
 int spar_lists(const char *words, char separator, const char *word)

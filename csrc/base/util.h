@@ -13,8 +13,9 @@
  * `what`". */
 spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item, const char *what);
 
-/* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. */
-void spar_append(char *text, size_t size, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. Returns 0 if the text was full
+ * before. */
+int spar_append(char *text, size_t size, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* Whether a list has this word, which holds no separator. */
 int spar_lists(const char *words, char separator, const char *word);

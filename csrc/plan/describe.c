@@ -11,7 +11,8 @@
 static void put_list(char *text, size_t size, const int64_t *values, int count)
 {
     for (int i = 0; i < count; i++)
-        spar_append(text, size, "%s%lld", i ? ", " : "[", (long long)values[i]);
+        if (!spar_append(text, size, "%s%lld", i ? ", " : "[", (long long)values[i]))
+            return;
     spar_append(text, size, "]");
 }
 
