@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check small models of transformers between GPUs: python benchmarks/gpu_models.py [--data FILE].
 
-Losses and gradients of `spar.shard_model`, and of `spar.integrations.transformers.shard`, against one process
+Losses and gradients of `spar.parallelize`, and of `spar.integrations.transformers.shard`, against one process
 in float32, over the transport that spar chooses. Needs transformers. Starts a rank for each GPU, or two on
 one. A model that this transformers does not have is left out.
 """
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def by_view(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    spar.shard_model(model)
+    spar.parallelize(model)
     return batch
 
 
@@ -55,7 +55,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         return lambda: make().to(device)
 
     for name in OF_VIEWS:
-        yield Case("shard_model", name, maker(name), by_view, "mean")
+        yield Case("parallelize", name, maker(name), by_view, "mean")
     for name in OF_SHARDS:
         yield Case("shard", name, maker(name), llms.sharding(dist.group.WORLD), "sum")
 

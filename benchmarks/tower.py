@@ -99,7 +99,7 @@ def main() -> None:
     torch.manual_seed(0)
     whole = Qwen3VLForConditionalGeneration(config(given.layers, given.width))
     sharded, inputs = copy.deepcopy(whole), batch(given.side)
-    report = spar.shard_model(sharded)
+    report = spar.parallelize(sharded)
     models = {
         "one process": (whole, Timed(whole.model.visual)),
         "ranks": (sharded, Timed(sharded.model.visual)),

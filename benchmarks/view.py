@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import spar
-from spar.integrations.diffusers import enable
 
 FUNCTIONS = 20
 BLOCKS = 50
@@ -100,8 +99,8 @@ def functions() -> tuple[list[float], float]:
     runs: list[Callable[[], Any]] = []
     for blocks in (BLOCKS, 2 * BLOCKS):
         plain, viewed, divided = (Model(blocks) for _ in range(3))
-        spar.shard_model(viewed, blocks=["chain"])
-        spar.shard_model(divided, blocks=["chain.blocks.*"])
+        spar.parallelize(viewed, blocks=["chain"])
+        spar.parallelize(divided, blocks=["chain.blocks.*"])
         local = x[:, :part], y[:, :part], weight
         runs += [partial(plain, *local), partial(in_empty_mode, plain, *local)]
         runs += [partial(viewed, x, y, weight), partial(divided, x, y, weight)]
@@ -134,8 +133,7 @@ def wan(turns: int) -> dict[str, float]:
         "encoder_hidden_states": torch.randn(1, 32, 64),
     }
     models = {"one process": model, "plan": copy.deepcopy(model), "view": copy.deepcopy(model)}
-    enable(models["plan"], plan="default")
-    enable(models["view"])
+    spar.parallelize(models["view"])
     times: dict[str, list[float]] = {name: [] for name in models}
     outputs = {}
     for _ in range(turns + 1):

@@ -103,7 +103,7 @@ def main() -> None:
     (single,) = known
     begin = time.perf_counter()
     model = make_model()
-    report = spar.shard_model(
+    report = spar.parallelize(
         model, method=args.method
     )  # before DDP, which averages gradients over the ranks
     losses = train(DistributedDataParallel(model), args)

@@ -33,7 +33,8 @@ attention: over a sequence that is sharded by a layout; Spans: which keys its qu
 by_heads: any function that mixes tokens head by head, such as linear attention; by_state: recurrences with a
 linear state, of which states alone travel.
 
-shard_model: any torch model over a sharded sequence, unchanged; unshard_model undoes it.
+parallelize: any model of torch, transformers or diffusers over a sharded sequence, unchanged; unparallelize
+undoes it.
 
 Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
 empty_cache, debug.
@@ -139,29 +140,33 @@ __all__ = [
     "packed_data_gather_forward_split_backward_with_cp",
     "packed_data_split_forward_gather_backward",
     "packed_data_split_forward_gather_backward_with_cp",
+    "parallelize",
     "rank_seed",
     "reduce_scatter",
     "reorder_output",
     "roll",
-    "shard_model",
     "split_forward_gather_backward",
     "split_forward_gather_backward_with_cp",
     "token_logprobs",
     "transport",
-    "unshard_model",
+    "unparallelize",
 ]
 
 if _TYPE_CHECKING:
     from . import integrations as integrations, testing as testing, utils as utils
-    from ._view.model import shard_model as shard_model, unshard_model as unshard_model
+    from .integrations._parallelize import parallelize as parallelize, unparallelize as unparallelize
 
 
 def __getattr__(name: str) -> object:
     """Import at their first use what few callers need, and what needs more of torch than public names."""
-    if name in ("shard_model", "unshard_model"):
-        from ._view import model
+    if name in ("parallelize", "unparallelize"):
+        from .integrations import _parallelize
 
-        return getattr(model, name)
+        return getattr(_parallelize, name)
+    if name in ("shard_model", "unshard_model"):
+        from .integrations import _former_names
+
+        return getattr(_former_names, name)
     if name in ("integrations", "testing", "utils"):
         import importlib
 

@@ -13,8 +13,8 @@
  * `what`". */
 spar_status spar_reserve(void **array, int64_t *capacity, int64_t needed, size_t item, const char *what);
 
-/* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. Returns 0 if the text was full
- * before. */
+/* Appends to the text in a buffer of `size` bytes; what does not fit is cut off. Returns 0 if it was full
+ * before, else 1. */
 int spar_append(char *text, size_t size, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* Whether a list has this word, which holds no separator. */

@@ -13,13 +13,13 @@ from typing import Any
 import torch.distributed as dist
 
 from .._doctor.diagnose import diagnose
-from .._view.model import _ModelForward
+from .._view.model import _ModelForward, replace_run
 from .._view.part import tensors_in
 from .ranks import UsageError
 
 SUMMARY = "run a script, and name where its sharded model first differs from one process"
 DESCRIPTION = """\
-Run a script until the first forward of a model that shard_model or enable sharded. Run that forward, and a
+Run a script until the first forward of a model that parallelize sharded. Run that forward, and a
 backward from its loss or its outputs, over the ranks and whole on each rank, and name the first call of a
 torch function whose values, or whose gradients, differ: module, function, file and line.
 
@@ -47,8 +47,8 @@ def run(args: Namespace) -> int:
     if not os.path.isfile(args.script):
         raise UsageError(f"the script {args.script!r} is no file; expected a Python file")
     doctor = Doctor(args.forward)
-    own = _ModelForward._run_eagerly
-    _ModelForward._run_eagerly = doctor.around(own)  # type: ignore[method-assign]
+    own = _ModelForward._run
+    replace_run(doctor.around(own))
     sys.argv = [args.script, *args.args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
     try:
@@ -56,11 +56,11 @@ def run(args: Namespace) -> int:
     except Ended:
         pass
     finally:
-        _ModelForward._run_eagerly = own  # type: ignore[method-assign]
+        replace_run(own)
     if not doctor.compared:
         raise UsageError(
             f"{args.script} ended without forward {args.forward} of a sharded model on more than one rank; "
-            "start it by torchrun, and shard a model with spar.shard_model"
+            "start it by torchrun, and shard a model with spar.parallelize"
         )
     return 1 if doctor.differs else 0
 
@@ -81,7 +81,6 @@ class Doctor:
                 self._compare(forward, args, kwargs)
             return own(forward, asked, args, kwargs)
 
-        run._torchdynamo_disable = True  # type: ignore[attr-defined] # as own
         return run
 
     def _compare(self, forward: _ModelForward, args: Any, kwargs: Any) -> None:

@@ -24,7 +24,7 @@ _NAME = "testing.diagnose"
 def diagnose(model: torch.nn.Module, step: Callable[[], Any], *, show: bool = True) -> Difference | None:
     """Run a step of a sharded model over the ranks and in one process; return where they first differ.
 
-    Collective. It calls step twice: over the ranks, as `shard_model` has it, and whole on each rank. It
+    Collective. It calls step twice: over the ranks, as `parallelize` has it, and whole on each rank. It
     compares what each torch function reads and returns, and then the gradients of that and of parameters:
     backward begins from the loss that step returns, or from all its outputs with random gradients. Torch's
     and Python's generators, buffers and gradients are as before at the end. Use a batch that one rank's
@@ -45,7 +45,9 @@ def diagnose(model: torch.nn.Module, step: Callable[[], Any], *, show: bool = Tr
     """
     states = states_of(model)
     if not states:
-        raise ValueError(f"{_NAME}: no module of {type(model).__name__} is sharded; call shard_model first")
+        raise ValueError(
+            f"{_NAME}: no module of {type(model).__name__} is parallelized; call parallelize first"
+        )
     parts = states[0].view.parts
     with group_of(parts.group).call(_NAME, MOST_EXCHANGES):
         sharded = Trace(model)

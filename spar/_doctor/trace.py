@@ -167,7 +167,7 @@ class Trace(TorchFunctionMode):
     # ---- a run ----
 
     def run(self, step: Callable[[], Any], views: Sequence[Any]) -> None:
-        """Call step and backward from what it returns; views: what `shard_model` made of models."""
+        """Call step and backward from what it returns; views: what `parallelize` made of models."""
         try:
             with contextlib.ExitStack() as stack:
                 for each in views:

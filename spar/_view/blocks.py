@@ -32,7 +32,7 @@ def find_blocks(
             rows = 'blocks=[""], by which rows of the images or videos that the model receives are sharded'
             ways.insert(not has_convolutions(model), rows)
             raise ValueError(
-                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass to spar.shard_model "
+                f"{where}: {type(model).__name__} has no ModuleList of blocks; pass to spar.parallelize "
                 + ", or ".join(ways)
             )
         return attending or listed

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, MutableMapping
@@ -36,6 +37,7 @@ from .tracing import Refused, Traced, compiling
 from .view import View, without_view
 
 _hollows = Hollows()
+_numbers = itertools.count()  # of the copies of functions
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 _MOST_ALIKE = 4  # blocks that are tried in vain, beside others that are compiled
@@ -166,7 +168,7 @@ class _Kind:
             if len(self._entries) >= most:
                 self.view.report.add_eager(block, f"its arguments are of more than {most} lengths or layouts")
                 return None
-            found = self._entries[key] = _Entry(self, len(self._entries))
+            found = self._entries[key] = _Entry(self)
         return found
 
     def refuse(self, block: nn.Module, reason: str, *, for_all: bool = False) -> None:
@@ -187,7 +189,7 @@ class _Entry:
         graphs: how many were made.
     """
 
-    def __init__(self, kind: _Kind, number: int) -> None:
+    def __init__(self, kind: _Kind) -> None:
         self.kind, self.view = kind, kind.view
         self.graphs = 0
         self._is_new = False  # whether a graph was made, of which the ranks have not agreed yet
@@ -195,7 +197,7 @@ class _Entry:
         self._given: set[int] = set()  # the tensors among the arguments, by identity
         self._inputs: set[int] = set()  # those of the graph that is being made
         self._compiled: Any = torch.compile(
-            _of_its_own(_run, number),
+            of_its_own(_run),
             backend=self._make,
             fullgraph=True,
             dynamic=False,
@@ -348,9 +350,9 @@ def _is_of_torch(name: str) -> bool:
     return any(hasattr(owner, name) for owner in (torch, Tensor, nn.functional))
 
 
-def _of_its_own(function: types.FunctionType | Any, number: int) -> Any:
+def of_its_own(function: types.FunctionType | Any) -> Any:
     """Return a copy of a function with code of its own: Dynamo counts and finds graphs by the code."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__)
 
 

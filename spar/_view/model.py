@@ -9,7 +9,7 @@ import inspect
 import sys
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .agreement import Agreement
 from .backends import Backend, backend_of_trace
 from .blocks import Shards, find_blocks
 from .caches import follow
-from .compiled import CompiledBlocks, backend_of
+from .compiled import CompiledBlocks, backend_of, of_its_own
 from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
@@ -43,53 +43,6 @@ _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
 
 
-def shard_model(
-    model: torch.nn.Module,
-    group: Group = None,
-    *,
-    blocks: Sequence[str] | None = None,
-    method: str | None = None,
-    strict: bool = False,
-) -> Report:
-    """Shard the sequence of any torch model over the ranks of a group, in each later forward.
-
-    Every rank calls the model with the same whole inputs and receives the whole output. From its first block
-    on each rank has its part of the tokens, of any number, by `cal_split_sizes`; the model's code still sees
-    whole shapes. Each torch function runs on parts, with an exchange where it mixes tokens, or whole on each
-    rank, which the report names. Compute the same loss on all ranks, and average gradients of parameters over
-    them, as DDP and FSDP2 do: they are then those of one process. Does not communicate.
-
-    Args:
-        model: it is changed in place, until `unshard_model`. Not a wrapper such as DDP.
-        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
-            sequence group (WORLD if there is none).
-        blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
-            receives, if it is whole. "": the model, such as one of convolutions, of whose images
-            `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each
-            outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
-        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
-            over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
-        strict: whether a function inside blocks that would run whole raises.
-
-    Returns:
-        The report of the first forward, empty until then.
-
-    Raises:
-        ValueError: the model is sharded already or wrapped, or has no such blocks.
-        TypeError: model is no module.
-    """
-    return sharded(model, group, "shard_model", blocks=blocks, method=method, strict=strict)
-
-
-def unshard_model(model: torch.nn.Module) -> None:
-    """Undo `shard_model`: no hook or attribute is left.
-
-    Raises:
-        ValueError: the model is not sharded, or its forward was replaced since.
-    """
-    unsharded(model, "unshard_model")
-
-
 def sharded(
     model: torch.nn.Module,
     group: Group,
@@ -101,14 +54,13 @@ def sharded(
     around: Around = contextlib.nullcontext,
     report: Report | None = None,
 ) -> Report:
-    """Shard a model as `shard_model` does.
+    """Shard a model as `spar.parallelize` says.
 
-    where: the caller, for messages. around: what is entered around each run of its code on parts. report: of
-    another model, to which this one's is added.
+    where: the caller, for messages. around: of `View`. report: another model's, to which this one adds.
     """
     check_module(model, where)
     if is_sharded(model):
-        raise ValueError(f"{where}: the model is sharded already; undo that first")
+        raise ValueError(f"{where}: the model is parallelized already; call unparallelize(model) first")
     if method not in _METHODS:
         raise ValueError(
             f'{where}: method is {method!r}; expected "ulysses", "gather", "ring", "hybrid" or None'
@@ -127,7 +79,7 @@ def sharded(
 def unsharded(model: torch.nn.Module, where: str) -> None:
     state = vars(model).get(_STATE) if isinstance(model, torch.nn.Module) else None
     if state is None:
-        raise ValueError(f"{where}: the model is not sharded; expected one that was")
+        raise ValueError(f"{where}: the model is not parallelized; expected one that was")
     state.remove(where)
     del vars(model)[_STATE]
 
@@ -137,7 +89,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def states_of(model: torch.nn.Module) -> list[_Sharded]:
-    """Return what `shard_model` changed in a model and its modules."""
+    """Return what `parallelize` changed in a model and its modules."""
     return [vars(module)[_STATE] for module in model.modules() if is_sharded(module)]
 
 
@@ -166,7 +118,7 @@ def _state_of(group: Any, where: str) -> ParallelState:
 
 
 class _Sharded:
-    """What `shard_model` changed in a model; it is copied with the model."""
+    """What `parallelize` changed in a model; it is copied with the model."""
 
     def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
         self.model, self.view = model, view
@@ -187,7 +139,7 @@ class _Sharded:
         for module in model.modules():
             if are_experts(module):
                 self._replace(module, _ExpertsForward)
-        self._replace(model, _ModelForward)
+        self._replace(model, _model_forward())
 
     def _replace(self, module: torch.nn.Module, kind: Any) -> None:
         before, own = vars(module).get("forward"), module.forward
@@ -270,8 +222,8 @@ class _BlockForward(_Forward):
         view.has_run_outside = True
         problem = "runs outside of the sharded model's forward, and so whole on each rank"
         advice = (
-            "call the sharded model itself, not a module of it; if its forward was replaced since "
-            "shard_model, unshard_model(model) before and shard_model after that"
+            "call the parallelized model itself, not a module of it; if its forward was replaced since "
+            "parallelize, unparallelize(model) before and parallelize after that"
         )
         if view.strict:
             raise view.error(f"block {self.name}", problem, f"{advice}, or pass strict=False")
@@ -312,13 +264,9 @@ class _ModelForward(_Forward):
         sharded = self.sharded
         if sharded.is_alone or sharded.is_whole:
             return self.own(*args, **kwargs)
-        return self._run_eagerly(_asked() if is_dynamo_compiling() else None, args, kwargs)
-
-    def _run_eagerly(self, asked: int | None, args: Any, kwargs: Any) -> Any:
+        asked = _asked() if is_dynamo_compiling() else None
         run = _disabled_run[0] if _disabled_run else _ModelForward._run
         return run(self, asked, args, kwargs)
-
-    _run_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _run(self, asked: int | None, args: Any, kwargs: Any) -> Any:
         """asked: the backend by which the user compiles the model, as `_asked` numbers it."""
@@ -381,6 +329,12 @@ class _ModelForward(_Forward):
             warnings.warn(f"sharded {kind}: {report}", stacklevel=3)
 
 
+def _model_forward() -> type[_ModelForward]:
+    """Return a class whose `__call__` has code of its own: Dynamo stops tracing code after some models."""
+    call = of_its_own(_ModelForward.__call__)
+    return type(_ModelForward.__name__, (_ModelForward,), {"__call__": call})
+
+
 _backends: list[Backend] = []  # by which a model is compiled
 
 
@@ -401,6 +355,13 @@ _disabled_run: list[Any] = []
 def _disable_run() -> None:
     if not _disabled_run and "torch._dynamo" in sys.modules:
         _disabled_run.append(torch._dynamo.disable(_ModelForward._run))
+
+
+def replace_run(run: Callable[..., Any]) -> None:
+    """Replace what runs the forwards of all parallelized models."""
+    _ModelForward._run = run  # type: ignore[method-assign]
+    _disabled_run.clear()
+    _disable_run()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

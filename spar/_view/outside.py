@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that is no torch function, and so not seen by a mode: it gets whole tensors.
 
-Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention. Also
-replaces transformers' mask functions, which make spans in a view, and its eager attention, which reads them.
+Custom autograd Functions, whose backward would compute from a part, TorchScript, and flex_attention.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from . import collectives, subclasses, threads
 from .bodies import redirected
-from .eager import attending
 from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
-from .mask_makers import making_spans
 from .part import changed, has_part, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
 
@@ -66,7 +63,7 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def intercepted(view: View) -> Iterator[None]:
-    """Let a view see calls of autograd Functions and of TorchScript, and enter what is around it."""
+    """Let views see calls of autograd Functions and of TorchScript; the first enters what is around them."""
     global _entered
     with _lock:
         _entered += 1
@@ -91,17 +88,11 @@ def intercepted(view: View) -> Iterator[None]:
             if flex is not None:
                 _restore.enter_context(redirected(flex.flex_attention, intercepting))
                 _restore.enter_context(redirected(flex.create_block_mask, making_masks))
-            masks = sys.modules.get("transformers.masking_utils")
-            if masks is not None:
-                _restore.enter_context(making_spans(masks))
-            models = sys.modules.get("transformers.modeling_utils")
-            if models is not None:
-                _restore.enter_context(attending(models))
+            _restore.enter_context(view.around())
             if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
                 _restore.enter_context(torch.compiler.set_stance("force_eager"))
     try:
-        with view.around():
-            yield
+        yield
     finally:
         with _lock:
             _entered -= 1
@@ -331,7 +322,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse(view: View) -> Any:
     raise TypeError(
         "cannot pickle a sharded model, or a cache that it made: they belong to this process's group; save "
-        "model.state_dict(), or call spar.unshard_model(model) first"
+        "model.state_dict(), or call spar.unparallelize(model) first"
     )
 
 

@@ -109,7 +109,7 @@ class Report:
             shares = f"does {self.share:.1%} of the multiply-adds in blocks, {self.share_of_model:.1%} of all"
         lines = [f"this rank {shares}"]
         if self._convolved_whole and self.share > 0.9:
-            lines.append('  for rows of images or videos, pass blocks=[""] to spar.shard_model')
+            lines.append('  for rows of images or videos, pass blocks=[""] to spar.parallelize')
         lines += [f"  eager, not compiled: {each}" for each in self.eager]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)

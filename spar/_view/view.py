@@ -57,7 +57,7 @@ class View(Mode, TorchFunctionMode):
     decisions depend on parts and whole shapes.
 
     strict: whether a function inside blocks that has to run whole is an error.
-    around: what is entered around each run of a model's code, also by backward for a checkpoint.
+    around: what is entered while any view runs, also in backward for a checkpoint; the same of all views.
     """
 
     def __init__(self, parts: Parts, strict: bool = False, around: Around = nullcontext) -> None:

@@ -132,7 +132,7 @@ def check_view(rank: int, world: int, group: dist.ProcessGroup) -> None:
     x, counts = torch.zeros(1, 8 * world, 32, requires_grad=True), []
     for times in (1, 2):
         model = Layers(times)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         for _ in range(2):
             model(x)
         counts.append(count(functools.partial(model, x))[0])

@@ -460,7 +460,7 @@ class Compared:
         torch._dynamo.reset()
         self.group, self.model = group, made(make)
         self.whole = copy.deepcopy(self.model)
-        self.report: Report = spar.shard_model(self.model, group, **options)
+        self.report: Report = spar.parallelize(self.model, group, **options)
         self.call: Any = self.model
         if compiled is None:
             self.model.compile(backend=BACKEND)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spar.integrations.diffusers import enable
+from spar import parallelize
 
 
 def peak(rank: int, world: int, group: dist.ProcessGroup, name: str) -> float:
@@ -21,7 +21,7 @@ def peak(rank: int, world: int, group: dist.ProcessGroup, name: str) -> float:
     torch.manual_seed(1)
     model, shape = _model(name)
     if world > 1:
-        enable(model, group)
+        parallelize(model, group)
     with torch.no_grad():
         model.decode(torch.randn(*shape[:-2], 4, 4))
         latents = torch.randn(shape)

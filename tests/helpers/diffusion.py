@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spar import parallelize, unparallelize
 from spar._view.report import Report
-from spar.integrations.diffusers import disable, enable
 
 from .averages import gradients
 
 Group = dist.ProcessGroup
 Inputs = dict[str, Any]
 HEADS, WIDTH = 3, 12
-PLANS = (None, "default")  # by a view, and by the plan of a verified class
 
 # ranks are forked from a process that has imported these
 _MODELS = ("wan", "flux", "sd3", "chronoedit", "flux2", "ltx", "qwenimage")
@@ -72,7 +71,6 @@ def qwen_image() -> nn.Module:
 
 
 def hunyuan_video() -> nn.Module:
-    """It has no plan."""
     sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": HEADS, "attention_head_dim": WIDTH}
     sizes |= {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 8}
     sizes |= {"pooled_projection_dim": 8, "guidance_embeds": False}
@@ -80,7 +78,7 @@ def hunyuan_video() -> nn.Module:
 
 
 def cogvideox() -> nn.Module:
-    """It has no plan, and does not call diffusers' dispatcher."""
+    """It does not call diffusers' dispatcher."""
     sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": HEADS, "attention_head_dim": 16}
     sizes |= {"time_embed_dim": 8, "text_embed_dim": 8, "num_layers": 2, "max_text_seq_length": 7}
     return _made("CogVideoXTransformer3DModel", sizes | {"sample_width": 10, "sample_height": 2})
@@ -229,22 +227,16 @@ def trained(model: nn.Module, inputs: Inputs, average: Group | None = None) -> l
     return [sample.detach(), *gradients(model, average)]
 
 
-def check_exact(
-    group: Group, model: nn.Module, inputs: Inputs, plans: Sequence[Any] = PLANS, **options: Any
-) -> Report | None:
-    """Train and run a model on the ranks, and compare the outputs and all gradients with one process.
-
-    Does so by each plan, and returns the last one's report.
-    """
+def check_exact(group: Group, model: nn.Module, inputs: Inputs, **options: Any) -> Report:
+    """Train and run a model on the ranks, and compare the outputs and all gradients with one process."""
     expected = trained(model, inputs)
     used = sum(bool(gradient.any()) for gradient in expected)
     assert used > 0.5 * len(expected)  # some models have parameters that no output uses
-    for plan in plans:
-        report = enable(model, group, plan, **options)
-        compare(trained(model, inputs, group), expected, model)
-        with torch.no_grad():
-            torch.testing.assert_close(model(**inputs)[0], expected[0], rtol=1e-5, atol=1e-5)
-        disable(model)
+    report = parallelize(model, group, **options)
+    compare(trained(model, inputs, group), expected, model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], expected[0], rtol=1e-5, atol=1e-5)
+    unparallelize(model)
     return report
 
 

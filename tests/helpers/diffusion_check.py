@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spar import shard_model, unshard_model
+from spar import parallelize, unparallelize
 
 from .averages import gradients
 from .diffusion_case import Case, Draw, Inputs
@@ -136,14 +136,14 @@ def check_class(group: dist.ProcessGroup, name: str) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            report = shard_model(model, group)
+            report = parallelize(model, group)
         except ValueError as error:
             return Outcome(name, f"refused: {error}")
         try:
             found = trained(model, name, group)
         except Exception as error:
             return Outcome(name, f"error: {type(error).__name__}: {error}")
-    unshard_model(model)
+    unparallelize(model)
     whole = tuple(
         f"{'' if each.in_block else '('}{each.function}@{each.place}{'' if each.in_block else ')'}"
         for each in report.functions

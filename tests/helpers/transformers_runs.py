@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each type of transformers under `spar.shard_model` on 2 ranks, compared with one process."""
+"""Each type of transformers under `spar.parallelize` on 2 ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcom
         return Outcome("none", _told(error))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     try:
-        report = spar.shard_model(model, group)
+        report = spar.parallelize(model, group)
         got = run(model, inputs)
         got = got._replace(gradients=mean_over_ranks(model, expected.gradients, group))
     except Exception as error:
@@ -135,7 +135,7 @@ def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcom
     error = errors[0][1]
     result = "right" if error <= TOLERANCE else "wrong"
     note = "" if result == "right" else ", ".join(f"{name} {each:.0e}" for name, each in errors[:3])
-    spar.unshard_model(model)
+    spar.unparallelize(model)
     accepted = accepts(model, inputs, expected.loss, group) if task == "causal" else None
     return Outcome(result, note, error, report.share, tuple(places), accepted, dtype)
 
@@ -152,7 +152,7 @@ def _told(error: Exception) -> str:
 def is_refusal(error: Exception) -> bool:
     """Whether spar says that it cannot run a model."""
     text = str(error)
-    return text.startswith("shard_model: ") or (isinstance(error, RuntimeError) and " on rank " in text)
+    return text.startswith("parallelize: ") or (isinstance(error, RuntimeError) and " on rank " in text)
 
 
 def accepts(model: Any, inputs: dict[str, Tensor], loss: Tensor, group: Group) -> str:

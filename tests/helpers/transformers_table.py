@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.md: each type of transformers under `spar.shard_model`, by task."""
+"""docs/models.md: each type of transformers under `spar.parallelize`, by task."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = f"""# All models of transformers
 
 <!-- `make models-table` writes this page. -->
 
-[`spar.shard_model`](any-model.md) ran each type in the registries of language models, of multimodal models
+[`spar.parallelize`](any-model.md) ran each type in the registries of language models, of multimodal models
 and of speech recognition of transformers {transformers.__version__}: a small model with random weights on
 {WORLD} ranks, beside one process. The batch has 2 rows of {LENGTH} tokens, one of them padded on its right;
 [multimodal](multimodal.md) types have an image or sound in each row, beside 17 tokens of text. The loss, the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models under spar.shard_model with masks of many kinds, and what spar.attention gets of them."""
+"""Models under spar.parallelize with masks of many kinds, and what spar.attention gets of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import spar
 from helpers.llms import left_padded, packed, packed_rows, whole
-from spar._view import mask_makers
 from spar._view.rules import attention as rules
+from spar.integrations._transformers import mask_makers
 
 Group = dist.ProcessGroup
 LIMIT = 1e-6  # in float64: a model computes its rotary positions, norms and loss in float32
@@ -87,7 +87,7 @@ def pair(
     torch.manual_seed(0)
     model = make().to(dtype).eval()
     one = copy.deepcopy(model)
-    spar.shard_model(model, group, **options)
+    spar.parallelize(model, group, **options)
     return model, one
 
 

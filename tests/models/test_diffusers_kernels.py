@@ -19,13 +19,13 @@ from helpers.diffusion import (
     PRELOAD as PRELOAD,
     Group,
     compare,
-    disable,
-    enable,
     flux,
     flux_inputs,
     ltx,
     ltx_inputs,
+    parallelize,
     trained,
+    unparallelize,
     wan,
     wan_inputs,
 )
@@ -89,13 +89,34 @@ def attended(group: Group, model: nn.Module, inputs: Any, method: str | None = N
     """Compare with one process; return what the kernel received in one forward, and the report."""
     with unseen(model) as shapes:
         expected = trained(model, inputs)
-        report = enable(model, group, method=method)
+        report = parallelize(model, group, method=method)
         shapes.clear()
         found = trained(model, inputs, group)
         received = shapes.copy()
         compare(found, expected, model)
-        disable(model)
+        unparallelize(model)
     return received, report
+
+
+class Wrapper(nn.Module):
+    """A model that is not of diffusers, and has one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = wan()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def check_wrapped(rank: int, world: int, group: Group) -> None:
+    received, report = attended(group, Wrapper(), wan_inputs())
+    assert [keys[1] for _, keys in received] == [25, 7] * 2, received
+    assert rank > 0 or report.share < 1 / world + 0.15, report
+
+
+def test_models_that_contain_one_of_diffusers(ranks: Ranks) -> None:
+    ranks(2, check_wrapped)
 
 
 def check_shapes(rank: int, world: int, group: Group) -> None:
@@ -212,7 +233,7 @@ def check_options(rank: int, world: int, group: Group) -> None:
     tall = {"x": torch.randn(11, 2, 8, generator=torch.Generator().manual_seed(4))}  # sharded in its samples
     attended(group, Attending(), tall)
     with unseen(model := Attending(return_lse=True)):
-        enable(model, group, strict=True)
+        parallelize(model, group, strict=True)
         with pytest.raises(RuntimeError, match=r"xformers at .* is no torch function, and would run whole"):
             model(**inputs)
 
@@ -230,7 +251,7 @@ def check_flex(rank: int, world: int, group: Group) -> None:
             module.processor._attention_backend = "flex"
     with torch.no_grad():
         expected = model(**wan_inputs()).sample
-        report = enable(model, group)
+        report = parallelize(model, group)
         torch.testing.assert_close(model(**wan_inputs()).sample, expected, rtol=1e-5, atol=1e-5)
     assert not any(each.in_block for each in report.functions), report
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar.integrations.diffusers in use: checkpoints, DDP, backends, outputs, several models, disable."""
+"""Sharded transformers of diffusers in use: checkpoints, DDP, backends, outputs, several models, undoing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,20 +13,20 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.diffusion import (
     MODELS,
-    PLANS,
     PRELOAD as PRELOAD,
     Group,
+    Inputs,
     check_exact,
     compare,
-    disable,
-    enable,
     flux,
     flux_inputs,
     gradients,
     loss_of,
+    parallelize,
     sd3,
     sd3_inputs,
     trained,
+    unparallelize,
     wan,
     wan_inputs,
 )
@@ -38,7 +39,23 @@ from torch.utils.checkpoint import checkpoint
 import spar
 
 pytestmark = pytest.mark.one_transport
-both_ways = pytest.mark.parametrize("plan", PLANS, ids=["view", "plan"])
+both_ways = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def enable(model: nn.Module, group: Any, compiled: bool, inputs: Inputs | None = None) -> None:
+    """Shard a model; let torch.compile have it, and run the first forward, in which nothing is compiled."""
+    parallelize(model, group)
+    if compiled:
+        model.compile(backend="aot_eager")
+        with torch.no_grad():
+            model(**(wan_inputs() if inputs is None else inputs))
+
+
+def in_one_way(rank: int, world: int, group: Group, check: Callable[..., None], compiled: bool) -> None:
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    check(rank, world, group, compiled)
+    assert (graphs["unique_graphs"] > before) == compiled
 
 
 def check_checkpoints(rank: int, world: int, group: Group) -> None:
@@ -49,20 +66,19 @@ def check_checkpoints(rank: int, world: int, group: Group) -> None:
             model = make()
             model.enable_gradient_checkpointing(function)
             check_exact(group, model, inputs())
-    for plan in PLANS:
-        wrapped = wan()
-        wrapped.blocks[0] = checkpoint_wrapper(wrapped.blocks[0])  # before enable
-        expected = trained(wrapped, wan_inputs())
-        enable(wrapped, group, plan)
-        wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])  # after it
-        compare(trained(wrapped, wan_inputs(), group), expected, wrapped)
+    wrapped = wan()
+    wrapped.blocks[0] = checkpoint_wrapper(wrapped.blocks[0])
+    expected = trained(wrapped, wan_inputs())
+    parallelize(wrapped, group)
+    wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])
+    compare(trained(wrapped, wan_inputs(), group), expected, wrapped)
 
 
 def test_gradient_checkpointing_is_exact(ranks: Ranks) -> None:
     ranks(2, check_checkpoints)
 
 
-def check_recompute(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_recompute(rank: int, world: int, group: Group, compiled: bool) -> None:
     """Backward recomputes each forward over its own sequences, whatever ran since."""
     short = wan_inputs((3, 2, 6), text=4, batch=1)  # 9 tokens
 
@@ -81,16 +97,16 @@ def check_recompute(rank: int, world: int, group: Group, plan: Any) -> None:
     model = wan()
     model.enable_gradient_checkpointing()
     expected = run(model, None)
-    enable(model, group, plan)
+    enable(model, group, compiled)
     compare(run(model, group), expected, model)
 
 
 @both_ways
-def test_recompute_after_other_forwards(ranks: Ranks, plan: Any) -> None:
-    ranks(3, check_recompute, plan)
+def test_recompute_after_other_forwards(ranks: Ranks, compiled: bool) -> None:
+    ranks(3, in_one_way, check_recompute, compiled)
 
 
-def check_ddp(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_ddp(rank: int, world: int, group: Group, compiled: bool) -> None:
     def steps(model: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.05)
         for step in range(3):
@@ -102,7 +118,7 @@ def check_ddp(rank: int, world: int, group: Group, plan: Any) -> None:
 
     plain, model = wan(), wan()
     expected = steps(plain, plain)
-    enable(model, group, plan)
+    enable(model, group, compiled)
     found = steps(nn.parallel.DistributedDataParallel(model, process_group=group), model)
     compare(found, expected, model)
     for parameter in model.parameters():  # the ranks stay equal
@@ -112,22 +128,22 @@ def check_ddp(rank: int, world: int, group: Group, plan: Any) -> None:
 
 
 @both_ways
-def test_ddp_trains_as_one_process(ranks: Ranks, plan: Any) -> None:
-    ranks(2, check_ddp, plan)
+def test_ddp_trains_as_one_process(ranks: Ranks, compiled: bool) -> None:
+    ranks(2, in_one_way, check_ddp, compiled)
 
 
-def check_fsdp(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_fsdp(rank: int, world: int, group: Group, compiled: bool) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     for first in (True, False):
         model = wan()
         expected = trained(model, wan_inputs())
         if first:
-            enable(model, mesh, plan)
+            enable(model, mesh, compiled)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if not first:
-            enable(model, mesh, plan)
+            enable(model, mesh, compiled)
         output = model(**wan_inputs()).sample
         loss_of(output).backward()
         found = [output.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
@@ -135,11 +151,11 @@ def check_fsdp(rank: int, world: int, group: Group, plan: Any) -> None:
 
 
 @both_ways
-def test_fsdp2_before_and_after_enable(ranks: Ranks, plan: Any) -> None:
-    ranks(2, check_fsdp, plan)
+def test_fsdp2_before_and_after_sharding(ranks: Ranks, compiled: bool) -> None:
+    ranks(2, in_one_way, check_fsdp, compiled)
 
 
-def check_adapters(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_adapters(rank: int, world: int, group: Group, compiled: bool) -> None:
     from peft import LoraConfig
 
     def add(model: nn.Module) -> None:
@@ -156,16 +172,16 @@ def check_adapters(rank: int, world: int, group: Group, plan: Any) -> None:
     assert (
         sum(bool(gradient.any()) for gradient in expected[1:]) == 16
     )  # A and B of two layers of two attentions
-    enable(model, group, plan)
-    enable(later, group, plan)
+    enable(model, group, compiled)
+    enable(later, group, compiled)
     add(later)
     for adapted in (model, later):
         compare(trained(adapted, wan_inputs(), group), expected, adapted)
 
 
 @both_ways
-def test_adapters_added_before_and_after_enable(ranks: Ranks, plan: Any) -> None:
-    ranks(2, check_adapters, plan)
+def test_adapters_added_before_and_after_sharding(ranks: Ranks, compiled: bool) -> None:
+    ranks(2, in_one_way, check_adapters, compiled)
 
 
 class Training(nn.Module):
@@ -177,9 +193,9 @@ class Training(nn.Module):
         return loss_of(self.model(**inputs).sample)
 
 
-def check_report(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_report(rank: int, world: int, group: Group, compiled: bool) -> None:
     def shard(training: nn.Module, batch: Any) -> Any:
-        enable(training.model, group, plan)
+        enable(training.model, group, compiled, sd3_inputs())
         return batch
 
     report = spar.testing.compare(Training, sd3_inputs(), shard, group, reduce="mean", show=False)
@@ -188,39 +204,19 @@ def check_report(rank: int, world: int, group: Group, plan: Any) -> None:
 
 
 @both_ways
-def test_comparison_with_one_process(ranks: Ranks, plan: Any) -> None:
-    ranks(3, check_report, plan)
+def test_comparison_with_one_process(ranks: Ranks, compiled: bool) -> None:
+    ranks(3, in_one_way, check_report, compiled)
 
 
-def check_compiled(rank: int, world: int, group: Group) -> None:
-    """All compile the model, which then compares no inputs; rank 0 alone compiles blocks."""
-    model = flux()
-    expected = trained(model, flux_inputs())
-    enable(model, group, "default")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
-    if rank == 0:
-        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-            block.compile(backend="aot_eager")
-    compare(trained(model, flux_inputs(), group), expected, model)
-
-
-def test_compiled_inference_and_compiled_blocks_in_training(ranks: Ranks) -> None:
-    ranks(2, check_compiled)
-
-
-def check_uncompiled(rank: int, world: int, group: Group) -> None:
-    """A view cannot be traced: compiled models and blocks run as they are. Each rank compiles one model's."""
+def check_compiled_on_one_rank(rank: int, world: int, group: Group) -> None:
+    """Blocks that one rank alone compiles run eagerly on all, with the reason in the report."""
     before, after = flux(), flux()
     expected = trained(before, flux_inputs())
     for compiling, model in enumerate((before, after)):
         blocks = (*model.transformer_blocks, *model.single_transformer_blocks) if rank == compiling else ()
         if model is before and rank == compiling:
             model.compile_repeated_blocks(backend="aot_eager")
-        enable(model, group)
+        parallelize(model, group)
         if model is after:
             for block in blocks:
                 block.compile(backend="aot_eager")
@@ -229,18 +225,18 @@ def check_uncompiled(rank: int, world: int, group: Group) -> None:
         compiled = torch.compile(model, backend="aot_eager")
         with torch.no_grad():
             torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
-        disable(model)
+        unparallelize(model)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compare(trained(before, flux_inputs()), expected, before)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     assert (graphs > 0) == (rank == 0), graphs  # compiled again
 
 
-def test_by_a_view_compiled_models_run_as_they_are(ranks: Ranks) -> None:
-    ranks(2, check_uncompiled)
+def test_blocks_that_one_rank_compiles_run_eagerly(ranks: Ranks) -> None:
+    ranks(2, check_compiled_on_one_rank)
 
 
-def check_input_gradients(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_input_gradients(rank: int, world: int, group: Group, compiled: bool) -> None:
     """The mean of the ranks' gradients of an input is that of one process, as for parameters."""
     model, results = flux(), []
     for average in (False, True):
@@ -252,14 +248,14 @@ def check_input_gradients(rank: int, world: int, group: Group, plan: Any) -> Non
             found = [spar.all_gather(x[None], group).mean(0) for x in found]
         results.append(found)
         if not average:
-            enable(model, group, plan)
+            enable(model, group, compiled, flux_inputs())
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
 @both_ways
-def test_gradients_of_inputs(ranks: Ranks, plan: Any) -> None:
-    ranks(3, check_input_gradients, plan)
+def test_gradients_of_inputs(ranks: Ranks, compiled: bool) -> None:
+    ranks(3, in_one_way, check_input_gradients, compiled)
 
 
 def check_backends(rank: int, world: int, group: Group) -> None:
@@ -279,17 +275,16 @@ def check_backends(rank: int, world: int, group: Group) -> None:
 
     table, key = _AttentionBackendRegistry._backends, AttentionBackendName._NATIVE_MATH
     native = table[key]
-    for plan in PLANS:
-        model, calls = wan(), list[int]()
-        expected = trained(model, wan_inputs())
-        enable(model, group, plan)
-        table[key] = lambda calls=calls, **arguments: calls.append(1) or native(**arguments)
-        try:
-            with attention_backend("_native_math"):  # the active backend at the time of the call
-                compare(trained(model, wan_inputs(), group), expected, model)
-        finally:
-            table[key] = native
-        assert len(calls) == 4  # two attentions of each block
+    model, calls = wan(), list[int]()
+    expected = trained(model, wan_inputs())
+    parallelize(model, group)
+    table[key] = lambda **arguments: calls.append(1) or native(**arguments)
+    try:
+        with attention_backend("_native_math"):  # the active backend at the time of the call
+            compare(trained(model, wan_inputs(), group), expected, model)
+    finally:
+        table[key] = native
+    assert len(calls) == 4  # two attentions of each block
 
 
 def test_backend_of_the_model_is_the_kernel(ranks: Ranks) -> None:
@@ -299,19 +294,17 @@ def test_backend_of_the_model_is_the_kernel(ranks: Ranks) -> None:
 def check_outputs(rank: int, world: int, group: Group) -> None:
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-    at_the_end = {"proj_in": {0: 1}, "rope": {0: 1, 1: 1}, "": 1}  # the model's own output is gathered
-    for name, plan in (("wan", None), ("sd3", None), ("flux", "default"), ("ltx", at_the_end)):
+    for name in ("wan", "sd3", "flux", "ltx"):
         make, inputs = MODELS[name]
         model = make()
         expected = model(**inputs())
-        enable(model, group, plan)
+        parallelize(model, group)
         found = model(**inputs())
         assert type(found) is type(expected) is Transformer2DModelOutput
         torch.testing.assert_close(found.sample, expected.sample, rtol=1e-5, atol=1e-5)
         alone = model(**inputs(), return_dict=False)
         assert type(alone) is tuple and len(alone) == 1
         torch.testing.assert_close(alone[0], expected.sample, rtol=1e-5, atol=1e-5)
-    check_exact(group, MODELS["ltx"][0](), MODELS["ltx"][1](), [at_the_end])
 
 
 def test_outputs_have_the_type_that_the_model_returns(ranks: Ranks) -> None:
@@ -329,7 +322,7 @@ def state_of(model: nn.Module) -> list[Any]:
     return found
 
 
-def check_disable(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_undoing(rank: int, world: int, group: Group) -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     registry = _AttentionBackendRegistry
@@ -344,41 +337,40 @@ def check_disable(rank: int, world: int, group: Group, plan: Any) -> None:
         before, registered = state_of(model), [dict(table) for table in tables]
         expected = trained(model, inputs())
         for _ in range(2):
-            enable(model, group, plan)
+            parallelize(model, group)
             assert state_of(model) != before
             model(**inputs())
-            disable(model)
+            unparallelize(model)
             assert state_of(model) == before
             assert [dict(table) for table in tables] == registered
         if rank == 0:  # a forward without the other ranks
             compare(trained(model, inputs()), expected, model)
 
 
-@both_ways
-def test_disable_restores_the_model(ranks: Ranks, plan: Any) -> None:
-    ranks(2, check_disable, plan)
+def test_unparallelize_restores_the_model(ranks: Ranks) -> None:
+    ranks(2, check_undoing)
 
 
 def check_two_models(rank: int, world: int, group: Group) -> None:
     """Models of one process are sharded separately, over groups of their own."""
     high, low, alone = wan(), sd3(), wan()
     expected = [high(**wan_inputs()).sample, low(**sd3_inputs()).sample]
-    enable(high, group)
-    enable(low, group, "default")
+    parallelize(high, group)
+    parallelize(low, group)
     assert not vars(alone).get("forward")
     for _ in range(2):
         torch.testing.assert_close(alone(**wan_inputs()).sample, expected[0], rtol=0, atol=0)
         torch.testing.assert_close(high(**wan_inputs()).sample, expected[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(low(**sd3_inputs()).sample, expected[1], rtol=1e-5, atol=1e-5)
-        disable(high)
-        enable(high, group)
+        unparallelize(high)
+        parallelize(high, group)
 
 
 def test_two_models_of_one_process(ranks: Ranks) -> None:
     ranks(2, check_two_models)
 
 
-def check_sampler(rank: int, world: int, group: Group, plan: Any) -> None:
+def check_sampler(rank: int, world: int, group: Group, compiled: bool) -> None:
     """A scheduler of diffusers, with classifier-free guidance as a batch of 2."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -400,10 +392,10 @@ def check_sampler(rank: int, world: int, group: Group, plan: Any) -> None:
 
     model = wan()
     expected = sample(model)
-    enable(model, group, plan)
+    enable(model, group, compiled)
     torch.testing.assert_close(sample(model), expected, rtol=1e-5, atol=1e-5)
 
 
 @both_ways
-def test_a_sampler_with_guidance(ranks: Ranks, plan: Any) -> None:
-    ranks(2, check_sampler, plan)
+def test_a_sampler_with_guidance(ranks: Ranks, compiled: bool) -> None:
+    ranks(2, in_one_way, check_sampler, compiled)

@@ -17,8 +17,8 @@ from helpers.averages import averaged
 from helpers.decode_peak import peak
 from torch import Tensor, nn
 
+from spar import parallelize, unparallelize
 from spar._view.report import Report
-from spar.integrations.diffusers import disable, enable
 
 pytestmark = pytest.mark.one_transport
 
@@ -98,7 +98,7 @@ def trained(model: nn.Module, run: Callable[..., Tensor], x: Tensor, group: Grou
 
 def check_exact(group: Group, model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Report:
     expected = trained(model, run, x, None)
-    report = enable(model, group)
+    report = parallelize(model, group)
     found = trained(model, run, x, group)
     # Wan upsamples in float32, in which gradients of parts, 3 times the whole's on 3 ranks, round otherwise.
     of_gradients = 1e-6 if "Wan" in type(model).__name__ else 1e-10
@@ -107,7 +107,7 @@ def check_exact(group: Group, model: nn.Module, run: Callable[..., Tensor], x: T
         assert error < (of_gradients if i else 1e-10), (i, error)
     with torch.no_grad():
         torch.testing.assert_close(run(model, x), expected[0], rtol=1e-10, atol=1e-10)
-    disable(model)
+    unparallelize(model)
     return report
 
 
@@ -168,7 +168,7 @@ def check_low_precision(rank: int, world: int, group: Group) -> None:
             expected = decoded(model, x)
             model.bfloat16()
             whole = decoded(model, x.bfloat16()).double()
-            enable(model, group)
+            parallelize(model, group)
             found = decoded(model, x.bfloat16()).double()
         # As far from the right image as one process's
         assert (found - expected).square().mean() < 1.5 * (whole - expected).square().mean() + 1e-6
@@ -199,18 +199,18 @@ def sound() -> nn.Module:
 
 def check_errors(rank: int, world: int, group: Group) -> None:
     with pytest.raises(ValueError, match="AutoencoderOobleck has no decoder of 2-D or 3-D convolutions"):
-        enable(sound(), group)
+        parallelize(sound(), group)
     model = kl()
-    with pytest.raises(ValueError, match="plan is 'default'; expected None for AutoencoderKL"):
-        enable(model, group, "default")
+    with pytest.raises(ValueError, match=r"blocks is .'decoder'.; expected None for an autoencoder"):
+        parallelize(model, group, blocks=["decoder"])
     with pytest.raises(ValueError, match='method is "hybrid"; expected another for an autoencoder'):
-        enable(model, group, method="hybrid")
-    enable(model, group)
-    with pytest.raises(ValueError, match="enabled already"):
-        enable(model, group)
+        parallelize(model, group, method="hybrid")
+    parallelize(model, group)
+    with pytest.raises(ValueError, match="parallelized already"):
+        parallelize(model, group)
     with pytest.raises(ValueError, match="another value on rank 1"):
         decoded(model, inputs(1, 4, 7, 6) + rank)
-    disable(model)
+    unparallelize(model)
     assert not any(name.startswith("_spar") for module in model.modules() for name in vars(module))
 
 

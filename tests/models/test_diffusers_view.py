@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `enable` without a plan adds: adapters, ControlNets, caches, masks, methods, copies, modes."""
+"""Sharded transformers of diffusers with adapters, ControlNets, caches, masks, methods, copies, modes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from helpers.diffusion import (
     Group,
     check_exact,
     compare,
-    disable,
     drawn,
-    enable,
     flux,
     flux_control_net,
     flux_inputs,
     gradients,
     loss_of,
+    parallelize,
     sd3,
     sd3_inputs,
     trained,
+    unparallelize,
     wan,
     wan_inputs,
 )
@@ -38,7 +38,6 @@ from torch.overrides import TorchFunctionMode
 
 pytestmark = pytest.mark.one_transport
 worlds = pytest.mark.parametrize("world", [2, 3])
-BY_VIEW = [None]
 
 
 def check_not_whole(report: Any) -> None:
@@ -54,7 +53,7 @@ def check_added(rank: int, world: int, group: Group) -> None:
     attention.set_processor(FluxIPAdapterAttnProcessor(HEADS * WIDTH, 8, num_tokens=(4,)))
     images = [torch.randn(2, 1, 4, 8, generator=generator)]
     inputs = flux_inputs() | {"joint_attention_kwargs": {"ip_hidden_states": images}}
-    check_not_whole(check_exact(group, drawn(model), inputs, BY_VIEW))
+    check_not_whole(check_exact(group, drawn(model), inputs))
     plain = flux()(**flux_inputs())[0]
     net = flux_control_net()
     condition = {"controlnet_cond": torch.randn(2, 25, 4, generator=generator), "conditioning_scale": 0.7}
@@ -75,14 +74,14 @@ def check_added(rank: int, world: int, group: Group) -> None:
     model = flux()
     expected = controlled(model), all_gradients(None)
     for shards in ((model,), (model, net)):  # the ControlNet whole, and sharded itself
-        reports = [enable(each, group) for each in shards]
+        reports = [parallelize(each, group) for each in shards]
         found = controlled(model), all_gradients(group)
         for x, y in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
         for each, report in zip(shards, reports, strict=True):
             check_not_whole(report)
             assert rank or report.share < 1 / world + 0.15
-            disable(each)
+            unparallelize(each)
 
 
 @worlds
@@ -130,26 +129,26 @@ def check_caches(rank: int, world: int, group: Group, name: str) -> None:
         skipped = [float((x - y).abs().max()) > 1e-4 for x, y in zip(plain, expected, strict=True)]
         assert any(skipped), config  # the cache had an effect
         model._reset_stateful_cache()
-        enable(model, group)  # after enable_cache
+        parallelize(model, group)  # after enable_cache
         assert_near(sampled(model, inputs()), expected)
-        disable(model)  # with a cache that holds parts
+        unparallelize(model)  # with a cache that holds parts
         assert_near(sampled(model, inputs()), expected)
-        enable(model, group)  # with one that holds whole tensors
+        parallelize(model, group)  # with one that holds whole tensors
         assert_near(sampled(model, inputs()), sampled_twice(make(), config, inputs()))
         model.disable_cache()
         assert_near(sampled(model, inputs()), plain)
-        disable(model)
-        enable(model, group)
+        unparallelize(model)
+        parallelize(model, group)
         model.enable_cache(config)  # after enable
         assert_near(sampled(model, inputs()), expected)
         if type(config).__name__ == "FirstBlockCacheConfig":  # which wraps blocks
             with pytest.raises(ValueError, match="was replaced since; undo what replaced it first"):
-                disable(model)
+                unparallelize(model)
             model.disable_cache()
-            disable(model)
+            unparallelize(model)
             assert_near(sampled(model, inputs()), plain)
         else:
-            disable(model)
+            unparallelize(model)
             assert_near(sampled(model, inputs()), expected)
 
 
@@ -180,10 +179,10 @@ def check_masks(rank: int, world: int, group: Group) -> None:
     for mask in (rows, added, rows[:1, :, :1]):
         for method in (None, "ring"):
             inputs = flux_inputs() | {"joint_attention_kwargs": {"attention_mask": mask}}
-            check_not_whole(check_exact(group, flux(), inputs, BY_VIEW, method=method))
+            check_not_whole(check_exact(group, flux(), inputs, method=method))
     for name, (make, inputs_of) in (OTHERS | {"wan": (wan, wan_inputs)}).items():
         for method in ("ulysses", "gather", "ring"):
-            report = check_exact(group, make(), inputs_of(), BY_VIEW, method=method)
+            report = check_exact(group, make(), inputs_of(), method=method)
             assert report is not None
             assert rank > 0 or report.share < 1 / world + 0.2, (name, report)
             check_not_whole(report)
@@ -200,12 +199,12 @@ def test_masks_with_rows_and_methods(ranks: Ranks, world: int) -> None:
 def check_copies(rank: int, world: int, group: Group) -> None:
     model = wan()
     expected = trained(model, wan_inputs())
-    enable(model, group)
+    parallelize(model, group)
     model(**wan_inputs())
     other = copy.deepcopy(model)
-    disable(model)
+    unparallelize(model)
     compare(trained(other, wan_inputs(), group), expected, other)
-    disable(other)
+    unparallelize(other)
     if rank == 0:  # nothing is left: a forward without the other ranks
         for each in (model, other, copy.deepcopy(model)):
             compare(trained(each, wan_inputs()), expected, each)
@@ -235,9 +234,9 @@ def check_pipeline(rank: int, world: int, group: Group) -> None:
         return found
 
     expected = chained(False)
-    enable(high, group)
-    enable(low, pairs[rank // 2])
-    enable(other, group, "default")
+    parallelize(high, group)
+    parallelize(low, pairs[rank // 2])
+    parallelize(other, group)
     # gradients of `high` come through `low`, and are averaged over the ranks of `high`
     found = chained(True)
     assert_near(found[:2], expected[:2])
@@ -273,7 +272,7 @@ def check_modes(rank: int, world: int, group: Group) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         half = trained(model, wan_inputs())
     exact = trained(model, wan_inputs())
-    enable(model, group)
+    parallelize(model, group)
     with torch.inference_mode():
         torch.testing.assert_close(model(**wan_inputs()).sample, inference, rtol=1e-5, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -305,7 +304,7 @@ def check_blocks_in_modes(rank: int, world: int, group: Group) -> None:
     """A mode that the model enters around its blocks lies above the view."""
     model = wan()
     expected = trained(model, wan_inputs())
-    enable(model, group)
+    parallelize(model, group)
     for block in model.blocks:
         own = block.forward
         block.forward = in_mode(own)
@@ -319,7 +318,7 @@ def check_blocks_in_modes(rank: int, world: int, group: Group) -> None:
                 yield from super().__iter__()
 
     model.blocks = Blocks(model.blocks)
-    report = enable(model, group)
+    report = parallelize(model, group)
     compare(trained(model, wan_inputs(), group), expected, model)
     assert rank > 0 or report.share < 1 / world + 0.15, report
 
@@ -340,7 +339,7 @@ def check_accumulation(rank: int, world: int, group: Group) -> None:
 
     model = wan()
     expected = accumulated(model, None)
-    enable(model, group)
+    parallelize(model, group)
     compare(accumulated(model, group), expected, model)
 
 

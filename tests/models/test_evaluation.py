@@ -88,7 +88,7 @@ def check_saving(rank: int, world: int, group: Group, folder: Path) -> None:
     for number, attention in enumerate(("spar", "sdpa")):
         model = seeded(maker("llama"), attention)
         if attention == "sdpa":
-            spar.shard_model(model, group)
+            spar.parallelize(model, group)
         names = run("model.save_pretrained(", {"model": model, "folder": folder / str(number)})
         again = names["again"]
         assert again.config._attn_implementation == "sdpa"
@@ -98,7 +98,7 @@ def check_saving(rank: int, world: int, group: Group, folder: Path) -> None:
         if attention == "sdpa":
             with pytest.raises(TypeError, match="cannot pickle"):
                 torch.save(model, os.devnull)
-            spar.unshard_model(model)
+            spar.unparallelize(model)
         torch.save(model, os.devnull)
 
 
@@ -146,7 +146,7 @@ def test_pipeline_returns_the_video_of_one_process(two: Ranks, tmp_path: Path) -
 
 def check_noise(rank: int, world: int, group: Group) -> None:
     pipe = pipeline()
-    spar.integrations.diffusers.enable(pipe.transformer, group)
+    spar.parallelize(pipe.transformer, group)
     torch.manual_seed(rank)
     with pytest.raises(ValueError, match="expected equal inputs on all ranks"):
         pipe(**prompts(), height=48, width=64, num_frames=9, num_inference_steps=1)

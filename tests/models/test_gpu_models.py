@@ -25,5 +25,5 @@ def test_gradients_are_compared(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     rows = [line.split(" | ")[:2] for line in done.stdout.splitlines() if line.startswith("| shard")]
     wrong = [line.partition(": Entry")[0] for line in done.stdout.splitlines() if "**wrong**" in line]
-    assert rows == [["| shard_model", "Llama"], ["| shard", "Llama"]], done.stdout + done.stderr
+    assert rows == [["| parallelize", "Llama"], ["| shard", "Llama"]], done.stdout + done.stderr
     assert wrong == ["**wrong**: shard of Llama"] and done.returncode == 1, done.stdout + done.stderr

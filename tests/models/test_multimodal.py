@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers with images or sound beside text, by spar.shard_model: text part and towers."""
+"""Models of transformers with images or sound beside text, by spar.parallelize: text part and towers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_models(rank: int, world: int, group: Group, checkpoints: bool) -> None
             model.train()
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             whole.train()
-        report = spar.shard_model(model, group)
+        report = spar.parallelize(model, group)
         out, expected = model(**batch), whole(**batch)
         assert abs(out.loss - expected.loss) <= LIMIT * expected.loss, name
         assert (out.logits - expected.logits).abs().max() <= LIMIT * expected.logits.abs().max(), name
@@ -80,7 +80,7 @@ def check_video(rank: int, world: int, group: Group) -> None:
         "video_grid_thw": torch.tensor([[2, 4, 6]]),
         "mm_token_type_ids": 2 * (ids == 62).int(),
     }
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     out, expected = model(**batch, **inputs), whole(**batch, **inputs)
     assert (out.logits - expected.logits).abs().max() <= LIMIT * expected.logits.abs().max()
     out.loss.backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses of multimodal models by spar.shard_model that go wrong elsewhere: batches, wrappers, adapters."""
+"""Uses of multimodal models by spar.parallelize that go wrong elsewhere: batches, wrappers, adapters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BATCHES: dict[str, Batch] = {
 def check_batches(rank: int, world: int, group: Group) -> None:
     model, _ = made("qwen3_vl")
     whole = copy.deepcopy(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     for name, batch in BATCHES.items():
         out, expected = model(**batch), whole(**batch)
         assert abs(out.loss - expected.loss) <= LIMIT * expected.loss, name
@@ -119,7 +119,7 @@ TRAINING = [BATCHES[name] for name in list(BATCHES)[1::-1]] + [BATCHES["images o
 def check_ddp(rank: int, world: int, group: Group) -> None:
     """Without find_unused_parameters DDP waits for gradients of a tower that ran on no image."""
     model, _ = made("qwen3_vl")
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     train(model, DistributedDataParallel(model, process_group=group, find_unused_parameters=True), TRAINING)
     same_parameters(model, trained_in_one_process(TRAINING))
 
@@ -127,7 +127,7 @@ def check_ddp(rank: int, world: int, group: Group) -> None:
 def check_fsdp(rank: int, world: int, group: Group) -> None:
     """FSDP2 gathers the tower's parameters on ranks whose tokens have no image, too."""
     model: Any = made("qwen3_vl")[0]
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     mesh = DeviceMesh.from_group(group, "cpu")
     for block in (*model.model.visual.blocks, *model.model.language_model.layers):
         fully_shard(block, mesh=mesh)
@@ -152,7 +152,7 @@ def check_lora(rank: int, world: int, group: Group) -> None:
         return get_peft_model(made("qwen3_vl")[0], config).double()
 
     model, whole = adapted(), adapted()
-    spar.shard_model(model.base_model.model, group)
+    spar.parallelize(model.base_model.model, group)
     for each in (model, whole):
         each(**BATCHES["padding on both sides"]).loss.backward()
     trained = [name for name, p in whole.named_parameters() if p.grad is not None]
@@ -169,7 +169,7 @@ def check_accumulation(rank: int, world: int, group: Group) -> None:
     """Micro-batches of unequal counts of labels, each divided by the count of all."""
     model, _ = made("qwen3_vl")
     whole = copy.deepcopy(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     micro = [BATCHES["padding on both sides"], BATCHES["an image that is most of the row"]]
     count = sum((batch["labels"][:, 1:] != -100).sum() for batch in micro)
     losses: list[Tensor] = []
@@ -190,7 +190,7 @@ def test_accumulation_is_exact(ranks: Ranks) -> None:
 
 def check_compare(rank: int, world: int, group: Group) -> None:
     def shard(model: nn.Module, batch: Batch) -> Batch:
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         return batch
 
     batch = BATCHES["several images in a row, over the borders of shards"]
@@ -210,7 +210,7 @@ def check_tower(rank: int, world: int, group: Group) -> None:
     model: Any = made("qwen3_vl")[0]
     text = model.model.language_model
     text.layers = text.layers[:1]
-    report = spar.shard_model(model, group)
+    report = spar.parallelize(model, group)
     with torch.no_grad():
         model(**batch_of(2 * 36 + 7, [(2, (12, 12)), (40, (12, 12))]))
     assert report.share < 1.02 / world, str(report)

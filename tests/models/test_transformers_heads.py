@@ -320,7 +320,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     with pytest.raises(ValueError, match="is 40; expected less than 37"):
         shard(answers, ids | far, group=group, token_group=group)
     classifier.drop = nn.Dropout(0.5)
-    with pytest.raises(ValueError, match=r"drop is a Dropout in its head.* spar.shard_model"):
+    with pytest.raises(ValueError, match=r"drop is a Dropout in its head.* spar.parallelize"):
         shard(classifier, ids, group=group, check=False)
     part = shard(classifier.eval(), ids, group=group, token_group=group)
     inner = classifier.model.forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of transformers' registries by `spar.shard_model`: the most used, and those unlike others.
+"""Types of transformers' registries by `spar.parallelize`: the most used, and those unlike others.
 
 docs/models.md has all of them, from `make models-table`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager attention of transformers under spar.shard_model: spans where the formula is the usual one."""
+"""Eager attention of transformers under spar.parallelize: spans where the formula is the usual one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.llms import left_padded, maker, packed_rows, whole
 from helpers.view_masks import BATCHES, TEXTS, WINDOWS, check_step, pair, small
 
 from spar._attention.spans import Spans
-from spar._view.eager import has_usual_formula
+from spar.integrations._transformers.eager import has_usual_formula
 
 PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.gemma3.modeling_gemma3"]
 

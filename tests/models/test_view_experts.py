@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What treats each row or element alone under spar.shard_model: experts of transformers, by each kernel."""
+"""What treats each row or element alone under spar.parallelize: experts of transformers, by each kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pair(name: str, kernel: str, group: Group, **options: Any) -> tuple[Any, Any
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.set_experts_implementation(kernel)
     whole = copy.deepcopy(model)
-    return model, whole, spar.shard_model(model, group, **options)
+    return model, whole, spar.parallelize(model, group, **options)
 
 
 def step(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -97,7 +97,7 @@ def check_uses(rank: int, world: int, group: Group) -> None:
         whole.zero_grad()
         check_equal(each, whole, tokens(13), group, "recomputed")
     forward = type(model.model.layers[0].mlp.experts).forward
-    spar.unshard_model(model)
+    spar.unparallelize(model)
     assert model.model.layers[0].mlp.experts.forward.__func__ is forward
 
 
@@ -121,7 +121,7 @@ def check_gelu(rank: int, world: int, group: Group) -> None:
     config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=53)
     model = transformers.BloomForCausalLM(config)
     whole = copy.deepcopy(model)
-    report = spar.shard_model(model, group, strict=True)
+    report = spar.parallelize(model, group, strict=True)
     check_equal(model, whole, tokens(29), group, "bloom")
     assert report.share < (29 // world + 2) / 29 and not report.functions, str(report)
 
@@ -146,7 +146,7 @@ def check_compiled(rank: int, world: int, group: Group, name: str) -> None:
         if differs:
             model.model.layers[1].mlp.experts.act_fn = nn.ReLU()
         whole = copy.deepcopy(model)
-        report = spar.shard_model(model, group)
+        report = spar.parallelize(model, group)
         model.compile(backend="aot_eager")
         for length in (29, 29, 23):
             for each in (model, whole):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' generate of models under spar.shard_model: each rank holds its part of the cache."""
+"""transformers' generate of models under spar.parallelize: each rank holds its part of the cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pair(make: Callable[[], Any], group: Group) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = make().double().eval()
     whole = copy.deepcopy(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     return model, whole
 
 
@@ -130,7 +130,7 @@ def check_image(rank: int, world: int, group: Group) -> None:
     batch = {name: value for name, value in batch.items() if name not in ("labels", "use_cache")}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     whole: nn.Module = copy.deepcopy(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     found = [each.generate(**batch, max_new_tokens=8, pad_token_id=0) for each in (model, whole)]  # type: ignore[operator]
     assert torch.equal(*found)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar.Spans as attention_mask of a model under spar.shard_model: right in each layer, or refused."""
+"""spar.Spans as attention_mask of a model under spar.parallelize: right in each layer, or refused."""
 
 from __future__ import annotations
 

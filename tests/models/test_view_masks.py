@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of transformers under spar.shard_model: spans, with the results of one process, and no S x S."""
+"""Masks of transformers under spar.parallelize: spans, with the results of one process, and no S x S."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 import spar
 from spar._attention.spans import Spans
-from spar._view import mask_makers
+from spar.integrations._transformers import mask_makers
 from spar.integrations._transformers.masks import Wanted, leaves_intervals
 
 PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.gemma3.modeling_gemma3"]
@@ -101,7 +101,7 @@ def check_images(rank: int, world: int, group: Group) -> None:
     for name in ("gemma3", "paligemma"):
         model, batch = made(name)
         one = copy.deepcopy(model)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         with small() as seen:
             check_step(model, one, batch, group, name)
         masked = [mask for mask in seen.masks if mask is not None]
@@ -313,7 +313,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
         torch.manual_seed(0)
         model = maker("mistral", **changes, **few)()
         model.set_attn_implementation(attention)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         largest, peak = allocated(model, long_rows())
         assert largest < LONG * LONG / 8, largest
         assert peak < LONG * LONG, peak

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, arguments and settings of 0.1.0 that have changed: a warning, or a line in CHANGELOG.md."""
+"""Names, arguments and settings of earlier releases: a warning, or a line in CHANGELOG.md."""
 
 from __future__ import annotations
 
@@ -66,3 +66,25 @@ def test_what_is_gone_is_in_the_changelog() -> None:
     assert "ring_by_ring" in parts["Deprecated"]
     assert not any(importlib.util.find_spec(name) for name in gone)
     assert "calls.p2p" not in spar.memory_stats()
+
+
+def use_former_names(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    from spar.integrations import diffusers
+
+    pairs = [(spar.shard_model, spar.unshard_model), (diffusers.enable, diffusers.disable)]
+    for shard, undo in pairs:
+        torch.manual_seed(0)
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
+        with pytest.warns(DeprecationWarning, match=r"use spar.parallelize\(model, group\)") as caught:
+            report = shard(model, group, method="gather")
+        assert caught[0].filename == __file__ and "spar 0.4.0" in str(caught[0].message)
+        model(torch.zeros(1, 4, 8))
+        assert report.share == 0.5
+        with pytest.warns(DeprecationWarning, match=r"use spar.unparallelize\(model\)"):
+            undo(model)
+        assert "forward" not in vars(model)
+
+
+@pytest.mark.one_transport
+def test_former_names_of_parallelize_warn_and_work(ranks: Ranks) -> None:
+    ranks(2, use_former_names)

@@ -194,7 +194,7 @@ def test_check_covers_every_operation() -> None:
     functions = {name for name in spar.__all__ if inspect.isfunction(getattr(spar, name))}
     no_operations = {"transport", "close", "debug", "empty_cache", "memory_stats"}
     sizes = {"cal_split_sizes", "cal_split_sizes_multi"}  # of which the splits above are made
-    models = {"shard_model", "unshard_model"}  # they change a model
+    models = {"parallelize", "unparallelize"}  # they change a model
     assert functions - no_operations - sizes - models - names == set()
     assert {f"SequenceLayout.{name}" for name in (*MAKERS, "hybrid")} <= names
     others = set(sharding.__all__) - {"get_sharding_validator"}  # returns a ShardingValidator

@@ -32,7 +32,7 @@ def test_table_of_operations_matches_exports() -> None:
     table = text.split("| operation | forward | backward |")[1].split("\n\n")[0]
     names = set(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
     not_operations = {"transport", "init", "close", "debug", "empty_cache", "memory_stats", "Transport"}
-    not_operations |= {"shard_model", "unshard_model"}
+    not_operations |= {"parallelize", "unparallelize"}
     functions = {
         name
         for name in spar.__all__
@@ -43,7 +43,7 @@ def test_table_of_operations_matches_exports() -> None:
 
 def public_names() -> set[str]:
     modules = [spar, spar.testing, spar.utils, spar.topology, spar.sharding, spar.data, spar.parallel_state]
-    modules += [spar.integrations.transformers, spar.integrations.diffusers]
+    modules += [spar.integrations.transformers]
     return {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
 
 
@@ -74,7 +74,7 @@ def test_files_to_add_something_exist() -> None:
     for title in ("A layout", "An operation", "A transport", "A model of transformers or diffusers"):
         (section,) = (text for text in sections if text.startswith(f"{title}\n"))
         files = [name for row in re.findall(r"^\| (`[^|]+`) \|", section, re.M) for name in row.split(", ")]
-        assert len(files) >= 8, title
+        assert len(files) >= 7, title
         for name in files:  # NAME stands for what is added
             assert exists(ROOT / name.strip("`")), name
 

@@ -54,9 +54,7 @@ COMPILED_ONLY = {
     ): "downloads weights; tests/models/test_diffusers.py makes the same calls with small models",
     ("multimodal.md", 0): "downloads weights; tests/models/test_multimodal.py makes the same calls",
     ("diffusers.md", 1): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
-    ("diffusers.md", 2): "a plan for a model of diffusers: tests/models/test_diffusers_use.py",
-    ("diffusers.md", 3): "compares a model of diffusers: tests/models/test_diffusers.py",
-    ("diffusers.md", 4): "an autoencoder of diffusers: tests/models/test_diffusers_vae.py",
+    ("diffusers.md", 2): "an autoencoder of diffusers: tests/models/test_diffusers_vae.py",
     ("evaluation.md", 1): "a model of transformers: tests/models/test_evaluation.py runs this block",
     ("evaluation.md", 2): "generates by a model of transformers: tests/models/test_evaluation.py",
     ("evaluation.md", 5): "saves a model of transformers: tests/models/test_evaluation.py",
@@ -203,7 +201,7 @@ def of_several_nodes(group: dist.ProcessGroup) -> Names:
 
 def of_any_model(group: dist.ProcessGroup) -> Names:
     model, x = encoder()["model"].float(), torch.randn(2, 13, 64)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     given = {"model": model, "x": x, "target": torch.zeros_like(x)}
     return given | {"DistributedDataParallel": DistributedDataParallel}
 
@@ -304,7 +302,7 @@ def check_utils(names: Names) -> None:
 
 def check_any_model(names: Names) -> None:
     whole = copy.deepcopy(names["model"])
-    spar.unshard_model(whole)
+    spar.unparallelize(whole)
     torch.testing.assert_close(whole.eval()(names["x"]), names["model"].eval()(names["x"]))
     assert names["report"].share < 0.4
 

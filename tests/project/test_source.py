@@ -84,8 +84,8 @@ SIGNATURES = {
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2, "
     "return_lse=False",
-    "shard_model": "model, group=None, blocks=None, method=None, strict=False",
-    "unshard_model": "model",
+    "parallelize": "model, group=None, method=None, blocks=None, strict=False",
+    "unparallelize": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
     "by_state": "fn, tensors, layout, state, transition=None, values=None, decay=False, correct=None, "
     "like=0, seq_dim=1",
@@ -192,7 +192,7 @@ TRANSFORMERS = {
     "total_loss": "loss, group=None, token_group=None",
 }
 DIFFUSERS = {
-    "enable": "model, group=None, plan=None, method=None, strict=False",
+    "enable": "model, group=None, **options",
     "disable": "model",
 }
 TABLES = {
@@ -266,9 +266,9 @@ def test_submodules_are_attributes_imported_at_first_use() -> None:
     ]
 
 
-def test_integrations_are_attributes_after_shard_model() -> None:
+def test_integrations_are_attributes_after_parallelize() -> None:
     """It imports a part of that package, which must not hide the rest."""
-    code = "import spar; assert spar.shard_model; print(spar.integrations.transformers.shard.__name__)"
+    code = "import spar; assert spar.parallelize; print(spar.integrations.transformers.shard.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "shard"), done.stderr
 

@@ -112,7 +112,7 @@ def line(marked: str) -> int:
 def made(kind: str, group: Group) -> tuple[Model, Tensor]:
     torch.manual_seed(1)
     model = Model(kind).double()
-    spar.shard_model(model, group, blocks=["layers.*"])
+    spar.parallelize(model, group, blocks=["layers.*"])
     return model, torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
 
 
@@ -148,7 +148,7 @@ def check_right_model(rank: int, world: int, group: Group, kind: str) -> None:
     )
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(after, gradients, strict=True))
-    spar.unshard_model(model)
+    spar.unparallelize(model)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -219,7 +219,7 @@ def check_step(rank: int, world: int, group: Group) -> None:
     assert found is None and leaf.grad is None, found
     with torch.no_grad():
         assert diagnose(model, lambda: {"y": model(x)}, show=False) is None
-    with pytest.raises(ValueError, match="no module of Linear is sharded; call shard_model first"):
+    with pytest.raises(ValueError, match="no module of Linear is parallelized; call parallelize first"):
         diagnose(nn.Linear(2, 2), lambda: None)
     with pytest.raises(ZeroDivisionError):
         diagnose(model, lambda: 1 // 0)
@@ -236,7 +236,7 @@ from test_doctor import Model
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = Model(sys.argv[1])
-spar.shard_model(model, blocks=["layers.*"])
+spar.parallelize(model, blocks=["layers.*"])
 for step in range(9):
     y = model(torch.randn(2, 11, 8))
     print("step", step)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Ranks
-from test_shard_model import Decoder, Group, batch
+from test_parallelize import Decoder, Group, batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 def sharded(group: Group, function: Callable[[Tensor], Tensor] = torch.tanh, strict: bool = False) -> Model:
     model = Model(function)
-    spar.shard_model(model, group, blocks=["layers.*"], strict=strict)
+    spar.parallelize(model, group, blocks=["layers.*"], strict=strict)
     return model
 
 
@@ -90,7 +90,7 @@ def check_inputs(rank: int, world: int, group: Group) -> None:
                 call()
             model(x)
     decoder = Decoder()
-    spar.shard_model(decoder, group)
+    spar.parallelize(decoder, group)
     ids, _ = batch()
     for _ in range(2):
         decoder(ids)
@@ -162,7 +162,7 @@ def check_code(rank: int, world: int, group: Group) -> None:
     text = r"(?s)in the hash of the code that ran: \w+ on rank 0; \w+ on rank 1; nothing was exchanged"
     scaled = Model()
     scaled.layers = nn.ModuleList([Scale(2.0), Scale(3.0)])
-    spar.shard_model(scaled, group)
+    spar.parallelize(scaled, group)
     with refused(spar.MismatchError, text):
         scaled(x, skip=lambda: rank)
     with refused(spar.MismatchError, rf"{text}.*forward, at its end on this rank, the ranks ran different"):
@@ -172,13 +172,13 @@ def check_code(rank: int, world: int, group: Group) -> None:
         for _ in range(9):
             model(x, skip=lambda: random.randrange(2))
     attending = Decoder()
-    spar.shard_model(attending, group)
+    spar.parallelize(attending, group)
     for _ in range(2):  # forward 3 compares no parameters
         attending(batch()[0])
     if rank:
         attending.layers = attending.layers[::-1]
     with refused(
-        spar.MismatchError, rf"{text}.*at test_shard_model.py:\d+, in block layers\.\d on this rank"
+        spar.MismatchError, rf"{text}.*at test_parallelize.py:\d+, in block layers\.\d on this rank"
     ):
         attending(batch()[0])
     handle = model.layers[0].register_forward_hook(lambda module, args, out: out * 2) if rank else None

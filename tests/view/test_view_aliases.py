@@ -172,7 +172,7 @@ def model_of(function: Callable[[Tensor], Any]) -> nn.Module:
 
 def check(rank: int, world: int, group: Group, function: Callable[[Tensor], Any], is_right: bool) -> None:
     model, x = model_of(function), torch.arange(2 * 13 * 8.0).view(2, 13, 8).double() / 99
-    spar.shard_model(model, group, blocks=["0"])
+    spar.parallelize(model, group, blocks=["0"])
     for _ in range(2):  # planned, and known
         with torch.no_grad():
             if is_right:
@@ -229,7 +229,7 @@ def check_transform(rank: int, world: int, group: Group) -> None:
         return torch.vmap(lambda scale: h * scale)(torch.ones(3, 8)).sum() + h
 
     model = model_of(function)
-    spar.shard_model(model, group, blocks=["0"])
+    spar.parallelize(model, group, blocks=["0"])
     model(x)
     known.append(True)
     with pytest.raises(RuntimeError, match=r"torch\.func transform of a part"):
@@ -267,7 +267,7 @@ def check_memory_of_images(rank: int, world: int, group: Group) -> None:
     torch.manual_seed(0)
     model, x = Padded(), torch.ones(2, 4, 9, 6).contiguous(memory_format=torch.channels_last)
     whole = copy.deepcopy(model)
-    spar.shard_model(model, group, blocks=[""])
+    spar.parallelize(model, group, blocks=[""])
     for mode in (torch.no_grad, torch.inference_mode):  # tensors of the latter have no versions
         with mode():
             torch.manual_seed(1)
@@ -304,7 +304,7 @@ def check_tables(rank: int, world: int, group: Group) -> None:
     """With one row a rank's part is memory of the whole table, with two a copy, which later blocks lack."""
     model = Tables()
     whole = copy.deepcopy(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     x = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         torch.testing.assert_close(model(x[:1]), whole(x[:1]))

@@ -145,7 +145,7 @@ def test_a_model_or_its_blocks_are_compiled_as_the_user_asks(ranks: Ranks) -> No
 def check_alone(rank: int, world: int, group: Group) -> None:
     torch._dynamo.reset()
     model = blocks.made(of(Block))
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     torch.compile(model, fullgraph=True, backend=BACKEND)(inputs())
 
 

@@ -95,7 +95,7 @@ def check_outputs(rank: int, world: int, group: dist.ProcessGroup) -> None:
     for name, make in MAKERS.items():
         model = Model(make)
         expected = model(x)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         found = model(x)
         assert type(found) is type(expected), name
         assert getattr(type(found), "note", None) is None or found.note == expected.note
@@ -126,7 +126,7 @@ def check_nested(rank: int, world: int, group: dist.ProcessGroup) -> None:
     for make in (torch.nested.as_nested_tensor, torch.nested.nested_tensor):
         model = Model(padded(make))
         expected = model(x)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         if make is torch.nested.as_nested_tensor:
             torch.testing.assert_close(model(x), expected)
         else:
@@ -143,10 +143,10 @@ def check_pickle(rank: int, world: int, group: dist.ProcessGroup) -> None:
     model: nn.Module = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     model = nn.TransformerEncoder(model, 1, enable_nested_tensor=False)
     before = pickle.dumps(model)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     with pytest.raises(TypeError, match=r"cannot pickle a sharded model.*save model.state_dict\(\), or call"):
         pickle.dumps(model)
-    spar.unshard_model(model)
+    spar.unparallelize(model)
     assert len(pickle.dumps(model)) == len(before)
 
 

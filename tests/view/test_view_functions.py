@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from spar import cal_split_sizes, shard_model
+from spar import cal_split_sizes, parallelize
 from spar._view.call import Plan, Step, rule_of
 from spar._view.functions import function_of
 from spar._view.part import Parts, part_of
@@ -259,7 +259,7 @@ def check_modes(rank: int, world: int, group: dist.ProcessGroup) -> None:
         torch.manual_seed(0)
         model = Layers(saved).double()
         reference = copy.deepcopy(model)
-        shard_model(model, group)
+        parallelize(model, group)
         for length in (12, 12, 9):
             x, operations = Inputs(3).x[:, :length], []
             for each in (reference, model):

@@ -233,7 +233,7 @@ def check_gradients(rank: int, world: int, group: dist.ProcessGroup) -> None:
                 x = inputs(tokens)
                 expected = gradients(make(), x)
                 model = make()
-                spar.shard_model(model, group, blocks=["blocks.*"])
+                spar.parallelize(model, group, blocks=["blocks.*"])
                 found = gradients(model, x)
                 assert len(found) == len(expected)
                 for own, one in zip(found, expected, strict=True):
@@ -266,7 +266,7 @@ def check_penalties(rank: int, world: int, group: dist.ProcessGroup) -> None:
     for name in (*names, *[f"{name}, whole" for name in names[:4]], "a Function of which one output is used"):
         expected = penalty(cases[name](), inputs(7))
         model = cases[name]()
-        spar.shard_model(model, group, blocks=["blocks.*"])
+        spar.parallelize(model, group, blocks=["blocks.*"])
         found = penalty(model, inputs(7))
         for i, (own, one) in enumerate(zip(found, expected, strict=True)):
             if i > 1:
@@ -284,7 +284,7 @@ def test_penalties_on_gradients_of_inputs_are_exact(ranks: Ranks, world: int) ->
 def check_transforms(rank: int, world: int, group: dist.ProcessGroup) -> None:
     model, x = Model(hooked(), hooked(), None), inputs(7)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    spar.shard_model(model, group, blocks=["blocks.*"])
+    spar.parallelize(model, group, blocks=["blocks.*"])
     calls: list[Callable[[], Any]] = [
         lambda: torch.func.jvp(model, (x,), (x,)),
         lambda: torch.func.vjp(model, x),
@@ -313,17 +313,17 @@ def check_failing(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
     x = inputs(8)
     model = Model(hooked(), hooked(raised), None)
-    spar.shard_model(model, group, blocks=["blocks.*"])
+    spar.parallelize(model, group, blocks=["blocks.*"])
     with pytest.raises((ZeroDivisionError, spar.MismatchError), match="one rank alone"):
         gradients(model, x)
     model = Model(hooked(), hooked(of_other_shape), None)
-    spar.shard_model(model, group, blocks=["blocks.*"])
+    spar.parallelize(model, group, blocks=["blocks.*"])
     with pytest.raises(
         RuntimeError, match=rf"rank {rank} of 2 returned .* \[2, 1, 4\]; expected \[2, 8, 4\]"
     ):
         gradients(model, x)
     model = Model(hooked(of_other_shape), hooked(), None)
-    spar.shard_model(model, group, blocks=["blocks.*"])
+    spar.parallelize(model, group, blocks=["blocks.*"])
     with pytest.raises(RuntimeError, match="hook 'of_other_shape' has changed the size"):  # torch's
         gradients(model, x)
 

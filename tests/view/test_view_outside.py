@@ -182,7 +182,7 @@ def check_composable(rank: int, world: int, group: dist.ProcessGroup) -> None:
         for block in model.layers:
             checkpoint(block)
         for own in groups:
-            spar.shard_model(model, own)
+            spar.parallelize(model, own)
         model(
             torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1)).double()
         ).sin().sum().backward()

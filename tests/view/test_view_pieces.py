@@ -13,9 +13,9 @@ from conftest import Ranks
 from helpers.view_cases import Inputs, viewed
 from torch import Tensor
 
+import spar
 from spar import SparError
 from spar._view import moving
-from spar._view.model import shard_model
 from spar._view.part import part_of
 from spar._view.rules import attention
 from spar._view.view import View, without_view
@@ -116,7 +116,7 @@ def check_failure(rank: int, world: int, group: Group) -> None:
     model = torch.nn.Sequential(Windows(), Windows(), torch.nn.Flatten(0, 1))
     whole = torch.nn.ModuleDict({"blocks": model})
     whole.forward = lambda x: model(x)  # type: ignore[method-assign]
-    shard_model(whole, group, blocks=["blocks.0", "blocks.1"])
+    spar.parallelize(whole, group, blocks=["blocks.0", "blocks.1"])
     x = Inputs(1).x
     expected = whole(x)
     model[1].fails = rank == 0
@@ -152,7 +152,7 @@ class Turning(torch.nn.Module):
 
 def check_tuples(rank: int, world: int, group: Group) -> None:
     model, (x, turn) = Turning(), (Inputs(1).x, Inputs(2).x[:1])
-    shard_model(model, group)
+    spar.parallelize(model, group)
     torch.testing.assert_close(model(x, turn, turn), (x * turn + turn) * turn + turn)
     for block in model.blocks:
         assert {part and part.lengths for part in block.found} == {(12,)}  # type: ignore[union-attr]

@@ -107,7 +107,7 @@ def check_tensor_parallel(rank: int, world: int, _: Any) -> None:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("cp", "tp"))
         cp, tp, mine = mesh["cp"], mesh["tp"], model()
         shards = [
-            lambda m=mine, g=cp: spar.shard_model(m, g),
+            lambda m=mine, g=cp: spar.parallelize(m, g),
             lambda m=mine, g=tp, p=of: [parallelize_module(block, g, plan(p)) for block in m.layers],
         ]
         for shard in reversed(shards) if is_first else shards:
@@ -137,7 +137,7 @@ def check_fsdp(rank: int, world: int, _: Any) -> None:
     expected = reference(x)
     expected.square().mean().backward()
     mesh = init_device_mesh("cpu", (4,))
-    report = spar.shard_model(mine, mesh)
+    report = spar.parallelize(mine, mesh)
     for block in mine.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(mine, mesh=mesh)

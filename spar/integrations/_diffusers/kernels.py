@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,39 +16,30 @@ from ..._view.rules.attention import drawing, method_of
 from ..._view.rules.products import work
 from ..._view.view import View, current_view, without_view
 from ...sizes import share
-from .names import Names
 
 # Backends that call torch's attention, which a view sees. "_native_npu" and "_native_xla" do not.
 _OF_TORCH = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+_FLEX = "flex"  # It calls flex_attention, which a view sees, too: to that is left what cannot go by heads.
 # Options that mean the same for some of the queries and all keys. Others, such as a window, need all queries.
 _OF_EACH_QUERY = ("dropout_p", "scale", "enable_gqa")
 _RETURNED = ("return_lse", "return_attn_probs")  # options with which a kernel returns more than the output
 
-_lock = threading.Lock()
-_entered = 0
-_own: dict[Any, Any] = {}  # what the dispatcher's table had
-
 
 @contextlib.contextmanager
-def kernels_of_parts(names: Names) -> Iterator[None]:
-    """Let each backend but torch's own receive whole sequences of some heads in place of parts."""
-    global _entered
-    table = names.registry._backends
-    with _lock:
-        _entered += 1
-        if _entered == 1:
-            _own.update(table)
-            for member, kernel in _own.items():
-                if member.value not in _OF_TORCH:
-                    table[member] = _of_parts(str(member.value), kernel)
+def kernels_of_parts(dispatch: Any) -> Iterator[None]:
+    """Let each backend but torch's own receive whole sequences of some heads in place of parts.
+
+    dispatch: the module of diffusers that has the table of backends.
+    """
+    table = dispatch._AttentionBackendRegistry._backends
+    own = dict(table)
+    for member, kernel in own.items():
+        if member.value not in _OF_TORCH:
+            table[member] = _of_parts(str(member.value), kernel)
     try:
         yield
     finally:
-        with _lock:
-            _entered -= 1
-            if _entered == 0:
-                table.update({member: _own[member] for member in _own if member in table})
-                _own.clear()
+        table.update({member: own[member] for member in own if member in table})
 
 
 def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,6 +52,8 @@ def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         out = _attended(view, kernel, query, key, value, options)
         if out is not None:
             return out
+        if name == _FLEX:
+            return kernel(query=query, key=key, value=value, **options)
         _count(view, 2 * whole_numel(query) * whole_shape(key)[1], query, None)
         return view.outside(name, kernel, (), {"query": query, "key": key, "value": value, **options})
 

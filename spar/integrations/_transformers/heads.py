@@ -255,7 +255,7 @@ def _after(running: _Running, module: Any, args: Any, output: Any) -> Any:
     if is_whole(running.head) and not running.gathered:
         raise ValueError(
             f"{type(module).__name__}: its forward did not call its base_model, whose values its head needs "
-            "of all ranks; expected one that does. spar.shard_model(model, group) runs models of any kind"
+            "of all ranks; expected one that does. spar.parallelize(model, group) runs models of any kind"
         )
     if passed.labels is None:
         return None

@@ -284,5 +284,5 @@ def has_dropout(model: torch.nn.Module, config: Any) -> bool:
 def _refused(model: Any, why: str) -> ValueError:
     return ValueError(
         f"shard: {type(model).__name__} cannot run over a sharded sequence: {why}. "
-        "spar.shard_model(model, group) runs models of any kind, from the whole batch"
+        "spar.parallelize(model, group) runs models of any kind, from the whole batch"
     )

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._attention.spans import Spans
-from .part import part_of
-from .spans_mask import mask_of, spans_of_floats
-from .view import current_view, without_view
+from ..._attention.spans import Spans
+from ..._view.part import part_of
+from ..._view.spans_mask import mask_of, spans_of_floats
+from ..._view.view import current_view, without_view
 
 _OPTIONAL = "?"  # a statement that a formula may leave out
 _FORMULA = (  # patterns of the statements, in their order

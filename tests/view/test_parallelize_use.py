@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar.shard_model in use: restored models, named blocks, streams, reports and errors."""
+"""spar.parallelize in use: restored models, named blocks, streams, reports and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Ranks
-from test_shard_model import WIDTH, Block, Decoder, Group, batch, check_gradients, close
+from test_parallelize import WIDTH, Block, Decoder, Group, batch, check_gradients, close
 from torch import Tensor, nn
 
 import spar
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.one_transport
 def check_restored(rank: int, world: int, group: Group) -> None:
     model = Decoder()
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     model(*batch())
     copied = copy.deepcopy(model)
-    spar.unshard_model(model)
+    spar.unparallelize(model)
     assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
     assert not any(module._forward_pre_hooks for module in model.modules())
     ids, _ = batch()
     expected = model(ids)
     close(copied(ids), expected)  # sharded still
-    spar.unshard_model(copied)
+    spar.unparallelize(copied)
     close(copied(ids), expected)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     close(model(ids), expected)
 
 
@@ -44,27 +44,27 @@ def test_models_are_restored_and_copied(ranks: Ranks) -> None:
 
 def check_blocks(rank: int, world: int, group: Group) -> None:
     model, whole = Decoder(), Decoder()
-    report = spar.shard_model(model, group, blocks=["layers.*"], method="ring", strict=True)
+    report = spar.parallelize(model, group, blocks=["layers.*"], method="ring", strict=True)
     close(model(*batch()), whole(*batch()))
     assert report.share < 1.6 / world
     model = Decoder()
-    report = spar.shard_model(model, group, blocks=["layers.1"])
+    report = spar.parallelize(model, group, blocks=["layers.1"])
     close(model(*batch()), whole(*batch()))
     assert report.share_of_model > 0.6
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).double()
     with pytest.raises(
-        ValueError, match=r'Sequential has .* spar.shard_model blocks=\["layers.\*"\].*=\[""\]'
+        ValueError, match=r'Sequential has .* spar.parallelize blocks=\["layers.\*"\].*=\[""\]'
     ):
-        spar.shard_model(plain, group)
+        spar.parallelize(plain, group)
     with pytest.raises(
-        ValueError, match=r'has no ModuleList of blocks; pass to spar.shard_model blocks=\[""\],'
+        ValueError, match=r'has no ModuleList of blocks; pass to spar.parallelize blocks=\[""\],'
     ):
-        spar.shard_model(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()), group)
+        spar.parallelize(nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()), group)
     with pytest.raises(ValueError, match=r"blocks has 'layer\.\*'; expected names of modules, such as 0, 1"):
-        spar.shard_model(plain, group, blocks=["layer.*"])
+        spar.parallelize(plain, group, blocks=["layer.*"])
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = plain(x)
-    spar.shard_model(plain, group, blocks=["0"])
+    spar.parallelize(plain, group, blocks=["0"])
     close(plain(x), expected)
 
 
@@ -134,7 +134,7 @@ def check_unusual(rank: int, world: int, group: Group) -> None:
     ids, _ = batch()
     for make in (ReversedDecoder, lambda: Streams(0), lambda: Streams(2)):
         model, whole = make(), make()
-        report = spar.shard_model(model, group)
+        report = spar.parallelize(model, group)
         for each in (model, whole):
             each(ids).square().mean().backward()
         close(model(ids), whole(ids))
@@ -167,7 +167,7 @@ def check_reports(rank: int, world: int, group: Group) -> None:
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     model = Summing()
     model.layers[0] = Cumulative(0.0).double()
-    report = spar.shard_model(model, group)
+    report = spar.parallelize(model, group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -176,11 +176,11 @@ def check_reports(rank: int, world: int, group: Group) -> None:
     assert len(found) == (rank == 0)
     (each,) = [each for each in report.functions if each.in_block]
     assert (each.function, each.calls) == ("cumsum", 1)
-    assert each.place.startswith("test_shard_model_use.py:")
-    spar.unshard_model(model)
-    spar.shard_model(model, group, strict=True)
+    assert each.place.startswith("test_parallelize_use.py:")
+    spar.unparallelize(model)
+    spar.parallelize(model, group, strict=True)
     with pytest.raises(
-        RuntimeError, match=r"cumsum at test_shard_model_use.py:.* has no rule for these arguments"
+        RuntimeError, match=r"cumsum at test_parallelize_use.py:.* has no rule for these arguments"
     ):
         model(x)
 
@@ -192,20 +192,20 @@ def test_what_runs_whole_is_reported(ranks: Ranks) -> None:
 def check_errors(rank: int, world: int, group: Group) -> None:
     model = Decoder()
     with pytest.raises(TypeError, match=r"model is 3; expected a torch\.nn\.Module"):
-        spar.shard_model(3, group)  # type: ignore[arg-type]
+        spar.parallelize(3, group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method is 'best'"):
-        spar.shard_model(model, group, method="best")
+        spar.parallelize(model, group, method="best")
     with pytest.raises(ValueError, match=r"method is 'hybrid', and no parallel state is current"):
-        spar.shard_model(model, group, method="hybrid")
-    with pytest.raises(ValueError, match="the model is not sharded"):
-        spar.unshard_model(model)
+        spar.parallelize(model, group, method="hybrid")
+    with pytest.raises(ValueError, match="the model is not parallelized"):
+        spar.unparallelize(model)
     with pytest.raises(
         ValueError, match=r"model is a OptimizedModule; expected what it wraps: model\._orig_mod"
     ):
-        spar.shard_model(torch.compile(model), group)  # type: ignore[arg-type]
-    spar.shard_model(model, group)
-    with pytest.raises(ValueError, match="sharded already"):
-        spar.shard_model(model, group)
+        spar.parallelize(torch.compile(model), group)  # type: ignore[arg-type]
+    spar.parallelize(model, group)
+    with pytest.raises(ValueError, match="parallelized already"):
+        spar.parallelize(model, group)
     ids, _ = batch()
     with pytest.raises(ValueError, match=r"ids is another value on rank 1; expected equal inputs"):
         model(ids + rank)
@@ -228,7 +228,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     other = model.forward
     model.forward = lambda *args: other(*args)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the forward of a Decoder was replaced since"):
-        spar.unshard_model(model)
+        spar.unparallelize(model)
 
 
 def test_errors_name_what_is_wrong(ranks: Ranks) -> None:
@@ -238,7 +238,7 @@ def test_errors_name_what_is_wrong(ranks: Ranks) -> None:
 def check_no_work(rank: int, world: int, group: Group) -> None:
     """A report says 100 % of no work neither before the first forward nor of a model without products."""
     model = nn.AvgPool2d(2).double()
-    report = spar.shard_model(model, group, blocks=[""])
+    report = spar.parallelize(model, group, blocks=[""])
     for _ in range(2):
         assert math.isnan(report.share) and math.isnan(report.share_of_model)
         assert str(report) == "this rank has run no matrix product, convolution or attention yet"
@@ -262,12 +262,13 @@ class Convolutions(nn.Module):
 
 def check_images(rank: int, world: int, group: Group) -> None:
     for blocks, hint in ((None, True), ([""], False)):
+        torch.manual_seed(0)
         model = Convolutions()
-        report = spar.shard_model(model, group, blocks=blocks)
+        report = spar.parallelize(model, group, blocks=blocks)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model(torch.ones(1, 1, 8, 8))
-        assert ('pass blocks=[""] to spar.shard_model' in str(report)) == hint, report
+        assert ('pass blocks=[""] to spar.parallelize' in str(report)) == hint, report
 
 
 def test_reports_name_the_blocks_of_images(ranks: Ranks) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._attention.spans import Spans
-from ..integrations._transformers.masks import WINDOWS, Wanted, leaves_intervals
-from ..integrations._transformers.mixers import WITHOUT_TOKENS
-from .part import part_of
-from .spans_mask import mask_of
-from .view import View, current_view, without_view
+from ..._attention.spans import Spans
+from ..._view.part import part_of
+from ..._view.spans_mask import mask_of
+from ..._view.view import View, current_view, without_view
+from .masks import WINDOWS, Wanted, leaves_intervals
+from .mixers import WITHOUT_TOKENS
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22

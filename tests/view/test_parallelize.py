@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar.shard_model: plain torch models over a sharded sequence, beside one process."""
+"""spar.parallelize: plain torch models over a sharded sequence, beside one process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_decoders(rank: int, world: int, group: Group) -> None:
     for recompute in (None, False, True):
         for tokens in (13, 5, 2):  # 2: fewer than ranks, so that nothing is sharded
             model, whole = Decoder(recompute), Decoder()
-            report = spar.shard_model(model, group)
+            report = spar.parallelize(model, group)
             ids, labels = batch(tokens)
             close(model(ids), whole(ids))
             loss, expected = model(ids, labels=labels), whole(ids, labels)
@@ -139,7 +139,7 @@ class Nested(Decoder):
 
 def check_nested(rank: int, world: int, group: Group) -> None:
     model, whole = Nested(), Nested()
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     out, expected = model(batch()[0]), whole(batch()[0])
     close(out, expected)
     out.square().sum().backward()
@@ -158,7 +158,7 @@ def check_failing(rank: int, world: int, group: Group) -> None:
                 raise ZeroDivisionError("one rank alone")
 
         model.layers[1].mlp.register_forward_pre_hook(fail)
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         loss = model(*batch())
         begin = time.monotonic()
         with pytest.raises((ZeroDivisionError, spar.MismatchError), match="one rank alone"):
@@ -220,7 +220,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
 def check_models(rank: int, world: int, group: Group) -> None:
     for name, (make, shapes) in MODELS.items():
         model, whole = make(), make()
-        report = spar.shard_model(model, group)
+        report = spar.parallelize(model, group)
         generator = torch.Generator().manual_seed(1)
         inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         out, expected = model(*inputs), whole(*inputs)
@@ -238,7 +238,7 @@ def test_models_of_torch_are_exact(ranks: Ranks, world: int) -> None:
 
 def check_dropout(rank: int, world: int, group: Group) -> None:
     model, whole = Decoder(dropout=0.4), Decoder(dropout=0.4)
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     for recompute in (None, False, True):
         model.recompute = recompute
         losses = []
@@ -257,7 +257,7 @@ def test_dropout_draws_as_one_process_does(ranks: Ranks) -> None:
 
 def check_ddp(rank: int, world: int, group: Group) -> None:
     model, whole = Decoder(), Decoder()
-    spar.shard_model(model, group)
+    spar.parallelize(model, group)
     wrapped = DistributedDataParallel(model, process_group=group)
     for each in (wrapped, whole):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
@@ -280,7 +280,7 @@ def check_compare(rank: int, world: int, group: Group) -> None:
             self.float()
 
     def shard(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        spar.shard_model(model, group)
+        spar.parallelize(model, group)
         return inputs
 
     ids, labels = batch()

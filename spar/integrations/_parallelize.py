@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one call that shards a model of torch, transformers or diffusers over the sequence, and its undoing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .._view.model import check_module, is_sharded, sharded, unsharded
+from .._view.report import Report
+from ..topology.resolve import Group
+from ._diffusers import models as diffusers
+from ._libraries import seen_by_views
+
+
+def parallelize(
+    model: torch.nn.Module,
+    group: Group = None,
+    *,
+    method: str | None = None,
+    blocks: Sequence[str] | None = None,
+    strict: bool = False,
+) -> Report:
+    """Shard the sequence of any torch model over the ranks of a group, in each later forward.
+
+    Every rank calls the model with the same whole inputs and receives the whole output, of the type that the
+    model returns. From its first block on each rank has its part of the tokens, of any number, by
+    `cal_split_sizes`; the model's code still sees whole shapes. Each torch function runs on parts, with an
+    exchange where it mixes tokens, or whole on each rank, which the report names. Of an autoencoder of
+    diffusers each rank has rows of the images, in `decode` and `encode`. Compute the same loss on all ranks,
+    and average gradients of parameters over them, as DDP and FSDP2 do: they are then those of one process.
+    Does not communicate.
+
+    Args:
+        model: it is changed in place, until `unparallelize`. Not a wrapper such as DDP, nor a pipeline.
+        group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
+            sequence group (WORLD if there is none).
+        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
+            over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
+        blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
+            receives, if it is whole. "": the model, such as one of convolutions, of whose images
+            `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each
+            outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
+        strict: whether a function inside blocks that would run whole raises.
+
+    Returns:
+        The report of the first forward, empty until then.
+
+    Raises:
+        ValueError: the model is parallelized already or wrapped, or has no such blocks; an autoencoder has no
+            2-D or 3-D convolutions, as one of sound. The model is unchanged.
+        TypeError: model is no module.
+        ImportError: the model is of diffusers, whose version lacks a name that spar uses.
+    """
+    where = "parallelize"
+    diffusers.check_no_pipeline(model, where)
+    check_module(model, where)
+    coders: list[torch.nn.Module] = []
+    if diffusers.is_of_diffusers(model):
+        diffusers.check_model(model, where)
+        coders = diffusers.coders_of(model, where)
+    if not coders:
+        return sharded(model, group, where, blocks=blocks, method=method, strict=strict, around=seen_by_views)
+    if method == "hybrid":
+        raise ValueError(f'{where}: method is "hybrid"; expected another for an autoencoder, of rows')
+    if blocks is not None:
+        raise ValueError(
+            f"{where}: blocks is {blocks!r}; expected None for an autoencoder, or its decoder as the model"
+        )
+    for coder in coders:
+        check_module(coder, where)
+        if is_sharded(coder):
+            kind = type(coder).__name__
+            raise ValueError(f"{where}: the model's {kind} is parallelized already; undo that first")
+    report: Report | None = None
+    for coder in coders:
+        report = sharded(
+            coder,
+            group,
+            where,
+            blocks=[""],
+            method=method,
+            strict=strict,
+            around=seen_by_views,
+            report=report,
+        )
+    assert report is not None
+    return report
+
+
+def unparallelize(model: torch.nn.Module) -> None:
+    """Undo `parallelize`: no hook or attribute is left, and a cache of diffusers is emptied.
+
+    Raises:
+        ValueError: the model is not parallelized, or its forward was replaced since.
+    """
+    where = "unparallelize"
+    if isinstance(model, torch.nn.Module) and diffusers.is_autoencoder(model) and not is_sharded(model):
+        coders = [coder for coder in diffusers.coders_of(model, where) if is_sharded(coder)]
+        for coder in coders:
+            unsharded(coder, where)
+        if coders:
+            return
+    unsharded(model, where)
+    diffusers.forget_parts(model)
