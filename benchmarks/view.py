@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a forward of Wan by a view, by its plan and in one process; and the host's time for a torch function.
+"""Time a forward of Wan in a view and in one process, and the host's time for a torch function and a layer.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/view.py
 
-Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank. A function's time is CPU time
-on a small tensor, without a view, under an empty TorchFunctionMode, and in a view: what a chain of
-100 times 20 functions takes longer than one of 50. A block's is what that takes longer still if each 20
-functions are a block, which receives a whole tensor to shard.
+Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank; eager, and with its blocks
+compiled. A function's time is CPU time on a small tensor, without a view, under an empty TorchFunctionMode,
+and in a view: what a chain of 100 times 20 functions takes longer than one of 50. A block's is what that
+takes longer still if each 20 functions are a block, which receives a whole tensor to shard. A layer's is that
+of a small decoder layer of a chain, eager and compiled, on a rank's tokens without a view, and in a view; and
+of the two exchanges of its attention.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import spar
 
 FUNCTIONS = 20
 BLOCKS = 50
+LAYERS = 10
+WARM_UP = 3  # forwards; the second compiles what the first ran
 
 
 class Functions(nn.Module):
@@ -115,7 +119,74 @@ def functions() -> tuple[list[float], float]:
     return [each / FUNCTIONS for each in of_block[:3]], of_block[3] - of_block[2]
 
 
-def wan(turns: int) -> dict[str, float]:
+class Layer(nn.Module):
+    """A small decoder layer: attention of 4 heads, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(h)
+        found: Tensor = x + self.mlp(self.second(x))
+        return found
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def exchanges(x: Tensor, count: int) -> None:
+    """Exchange tokens for heads and back, as each of some attentions does."""
+    for _ in range(count):
+        found = spar.all_to_all([x, x, x], scatter_dim=2, gather_dim=1)
+        spar.all_to_all(found[0], scatter_dim=1, gather_dim=2)
+
+
+def layers(backend: str) -> dict[str, float]:
+    """Return the microseconds of CPU of a layer, and of its exchanges, the least of some turns."""
+    x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
+    part = x[:, : 64 // dist.get_world_size()]
+    heads = part.unflatten(-1, (4, 8))
+    runs: dict[str, list[Callable[[], Any]]] = {}
+    for count in (LAYERS, 2 * LAYERS):
+        for name, is_viewed, is_compiled in (
+            ("plain", False, False),
+            ("in a view", True, False),
+            ("compiled", False, True),
+            ("compiled in a view", True, True),
+        ):
+            torch.manual_seed(0)
+            model = Layers(count)
+            if is_viewed:
+                spar.parallelize(model, method="ulysses")
+            for layer in model.layers if is_compiled else ():
+                layer.compile(backend=backend)
+            runs.setdefault(name, []).append(partial(model, x if is_viewed else part))
+    for count in (LAYERS, 2 * LAYERS):
+        runs.setdefault("exchanges", []).append(partial(exchanges, heads, count))
+    least = {name: [float("inf")] * 2 for name in runs}
+    for _ in range(30):
+        for name, pair in runs.items():
+            for i, run in enumerate(pair):
+                begin = time.process_time()
+                run()
+                least[name][i] = min(least[name][i], time.process_time() - begin)
+    return {name: 1e6 * (long - short) / LAYERS for name, (short, long) in least.items()}
+
+
+def wan(turns: int, backend: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = diffusers.WanTransformer3DModel(
         num_attention_heads=4,
@@ -132,11 +203,15 @@ def wan(turns: int) -> dict[str, float]:
         "timestep": torch.tensor([10.0]),
         "encoder_hidden_states": torch.randn(1, 32, 64),
     }
-    models = {"one process": model, "plan": copy.deepcopy(model), "view": copy.deepcopy(model)}
-    spar.parallelize(models["view"])
+    models = {name: copy.deepcopy(model) for name in ("one process", "view", "compiled", "compiled view")}
+    for name, each in models.items():
+        if name.endswith("view"):
+            spar.parallelize(each)
+        if name.startswith("compiled"):
+            each.compile_repeated_blocks(backend=backend)
     times: dict[str, list[float]] = {name: [] for name in models}
     outputs = {}
-    for _ in range(turns + 1):
+    for _ in range(turns + WARM_UP):
         for name, each in models.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -144,20 +219,23 @@ def wan(turns: int) -> dict[str, float]:
             times[name].append(slowest(time.perf_counter() - begin))
     for name, out in outputs.items():
         torch.testing.assert_close(out, outputs["one process"], rtol=1e-3, atol=1e-4, msg=name)
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(found[WARM_UP:]) for name, found in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     with torch.no_grad():
         (plain, empty, viewed), block = functions()
-        times = wan(options.turns)
+        of_layers = layers(options.backend)
+        times = wan(options.turns, options.backend)
     if dist.get_rank() == 0:
         print(f"a function: {plain:.2f} us, in an empty mode {empty:.2f}, with a view {viewed:.2f}; ", end="")
         print(f"a block {block:.0f} us")
+        print("a layer: " + ", ".join(f"{name} {took:.0f} us" for name, took in of_layers.items()))
         print(", ".join(f"Wan, {name}: {seconds * 1e3:.0f} ms" for name, seconds in times.items()))
     dist.destroy_process_group()
 

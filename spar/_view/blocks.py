@@ -74,6 +74,7 @@ class Shards:
     def __init__(self, view: View, block: torch.nn.Module) -> None:
         self.view = view
         self.names = tuple(inspect.signature(block.forward).parameters)
+        self.parts = view.parts
         self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -84,6 +85,9 @@ class Shards:
 
     def _shard(self, args: Any, kwargs: Any) -> Any:
         """Which tensor is the sequence is a matter of speed alone: whatever is sharded, results are right."""
+        if self.parts is not self.view.parts:
+            self.parts = self.view.parts
+            self.known.clear()
         key = call_key(self.names, args, kwargs)
         parts = None if key is None else self.known.get(key)
         if parts is None:

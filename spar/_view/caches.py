@@ -46,7 +46,8 @@ class _Change:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = [(name, part_of(getattr(self.layer, name))) for name in ("keys", "values")]
-        with again(self.view):
+        parts = next((part.parts for _, part in held if part is not None), self.view.parts)
+        with again(self.view, parts):
             result = self.own(self.layer, *args, **kwargs)
             for name, part in held:
                 now = getattr(self.layer, name)

@@ -21,6 +21,7 @@ from .._group.group import MOST_EXCHANGES, Call
 from .._group.registry import place_of
 from .._tracing import constant
 from ..errors import MismatchError, SparError
+from ..sequence_layout import SequenceLayout
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
@@ -33,7 +34,7 @@ from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
 from .outside import again, enter_inputs, intercepted
-from .part import Parts, has_part
+from .part import Parts, part_of, placement, tensors_in
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .tracing import is_traced
@@ -41,6 +42,8 @@ from .view import Around, View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
+_MOST_LAYOUTS = 64  # of batches, whose functions are planned anew
+LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
 
 
 def sharded(
@@ -50,6 +53,8 @@ def sharded(
     *,
     blocks: Sequence[str] | None = None,
     method: str | None = None,
+    layout: str | LayoutOf = "even",
+    outputs: str = "whole",
     strict: bool = False,
     around: Around = contextlib.nullcontext,
     report: Report | None = None,
@@ -65,14 +70,22 @@ def sharded(
         raise ValueError(
             f'{where}: method is {method!r}; expected "ulysses", "gather", "ring", "hybrid" or None'
         )
+    if layout not in ("even", "zigzag") and not callable(layout):
+        expected = '"even", "zigzag" or a function from a batch to a SequenceLayout'
+        raise ValueError(f"{where}: layout is {layout!r:.200}; expected {expected}")
+    if outputs not in ("whole", "parts"):
+        raise ValueError(f'{where}: outputs is {outputs!r:.200}; expected "whole" or "parts"')
+    if method == "hybrid" and layout != "even":
+        raise ValueError(f'{where}: method is "hybrid", whose layout is its own; expected no layout')
     found = find_blocks(model, blocks, where)
     real = process_group(group, where)
     place = place_of(real)
     state = _state_of(real, where) if method == "hybrid" else None
-    parts = Parts(real, place.world, place.rank, None if state else method, state)
-    view = View(parts, strict, around)
+    kind = layout if isinstance(layout, str) else "even"
+    parts = Parts(real, place.world, place.rank, None if state else method, state, kind)
+    view = View(parts, strict, around, outputs == "parts")
     view.report = view.report if report is None else report
-    vars(model)[_STATE] = _Sharded(model, view, found)
+    vars(model)[_STATE] = _Sharded(model, view, found, None if isinstance(layout, str) else layout)
     return view.report
 
 
@@ -120,8 +133,15 @@ def _state_of(group: Any, where: str) -> ParallelState:
 class _Sharded:
     """What `parallelize` changed in a model; it is copied with the model."""
 
-    def __init__(self, model: torch.nn.Module, view: View, blocks: dict[str, torch.nn.Module]) -> None:
-        self.model, self.view = model, view
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        view: View,
+        blocks: dict[str, torch.nn.Module],
+        layout_of: LayoutOf | None,
+    ) -> None:
+        self.model, self.view, self.layout_of = model, view, layout_of
+        self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = CompiledBlocks(view)
         _disable_run()
@@ -146,6 +166,26 @@ class _Sharded:
         now = functools.update_wrapper(kind(self, module, own), own)
         module.forward = now
         self.forwards.append((module, before, now))
+
+    def lay_out(self, batch: dict[str, Any]) -> None:
+        """Let the sequences of a forward lie as the user's function says, if there is one."""
+        if self.layout_of is None:
+            return
+        layout = self.layout_of(batch)
+        own = self.view.parts
+        if not isinstance(layout, SequenceLayout) or layout.group is not own.group:
+            raise ValueError(
+                f"a sharded model's forward on rank {own.rank} of {own.world}: the function layout= returned "
+                f"{layout!r:.200}; expected a SequenceLayout of the model's group"
+            )
+        key = layout.kind, layout.numbers
+        if key not in self._laid_out:
+            if len(self._laid_out) >= _MOST_LAYOUTS:
+                self._laid_out.clear()
+            # Documents are the model's concern: here a layout says where tokens are.
+            placed = placement(layout)
+            self._laid_out[key] = Parts(own.group, own.world, own.rank, own.method, None, placed)
+        self.view.parts = self._laid_out[key]
 
     def remove(self, where: str) -> None:
         replaced = [vars(module).get("forward") is not now for module, _, now in self.forwards]
@@ -206,10 +246,11 @@ class _BlockForward(_Forward):
             if sharded.is_running:
                 view._fold(CODE, self.number)
                 return sharded.compiled.run(self.module, self.own, args, kwargs)
-            if not has_part(args, kwargs):
+            found = [part for x in tensors_in(args, kwargs) if (part := part_of(x)) is not None]
+            if not found:
                 self._note_outside(view)
                 return self.own(*args, **kwargs)
-            with again(view):
+            with again(view, found[0].parts):
                 return sharded.compiled.run(self.module, self.own, args, kwargs)
         finally:
             view.blocks -= 1
@@ -277,6 +318,7 @@ class _ModelForward(_Forward):
             view.backend_of = functools.partial(backend_of, None if asked is None else _backends[asked])
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
+                sharded.lay_out(self._named(args, kwargs))
                 view.parts.device = _device_of(sharded.model)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:

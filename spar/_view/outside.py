@@ -31,7 +31,7 @@ from .bodies import redirected
 from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
-from .part import changed, has_part, mark, part_of, tensors_in
+from .part import Parts, changed, has_part, mark, part_of, tensors_in
 from .view import AS_WHOLE, View, current_view, without_view
 
 # They compute each element from that of their input, as their code shows.
@@ -288,10 +288,14 @@ def _reentrant(view: View, apply: Callable[..., Any], function: Callable[..., An
 
 
 @contextlib.contextmanager
-def again(view: View) -> Iterator[None]:
-    """Enter a view in backward, which runs a part of a forward again; report to the peers if that fails."""
-    group = ranks_of(view.parts.group, "")
-    with Call(group, "a sharded model's recomputation", MOST_EXCHANGES, view.parts.device.type) as call:
+def again(view: View, parts: Parts) -> Iterator[None]:
+    """Enter a view in backward, which runs a part of a forward again; report to the peers if that fails.
+
+    parts: those of that forward.
+    """
+    group = ranks_of(parts.group, "")
+    with Call(group, "a sharded model's recomputation", MOST_EXCHANGES, parts.device.type) as call:
+        before, view.parts = view.parts, parts
         try:
             with intercepted(view), view:
                 yield
@@ -299,11 +303,13 @@ def again(view: View) -> Iterator[None]:
             if type(error).__module__ == checkpoints.__name__:  # what is left of the forward is not needed
                 call.exchanges = 0
             raise
+        finally:
+            view.parts = before
 
 
 def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that backward may call again, outside of the view: with the same blocks compiled."""
-    backend_of = view.backend_of
+    backend_of, parts = view.backend_of, view.parts
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -311,7 +317,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         before, view.backend_of = view.backend_of, backend_of
         try:
-            with again(view):
+            with again(view, parts):
                 return function(*args, **kwargs)
         finally:
             view.backend_of = before

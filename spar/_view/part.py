@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._exchange.gather_plan import GatherPlan as Plan
-from .._exchange.layouts import pieces
+from .._exchange.layouts import pieces, shards
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.groups_by_name import ParallelState
 from . import dtensors
@@ -147,14 +147,14 @@ class Part:
     @property
     def rows(self) -> SequenceLayout | None:
         """How the dim's rows lie on the ranks, in one run on each; None if they do not."""
-        if self.outer > 1 or len(self.lengths) > 1 or self.parts.state is not None:
+        if self.outer > 1 or len(self.lengths) > 1 or not self.parts.is_in_order:
             return None
         return SequenceLayout("local", self.sizes, self.parts.group)
 
     @property
     def plain(self) -> Part:
         """The part of the same dim that has a layout: of one sequence where several have none."""
-        is_one = self.is_plain and (len(self.lengths) == 1 or self.parts.state is None)
+        is_one = self.is_plain and (len(self.lengths) == 1 or self.parts.is_in_order)
         return self if is_one else self.parts.part(self.dim, (self.whole,))
 
     def at(self, dim: int) -> Part:
@@ -215,21 +215,36 @@ class Shard:
 
 
 class Parts:
-    """The parts of a group's ranks: of each sequence by `cal_split_sizes`, or over ring x ulysses.
+    """The parts of a group's ranks.
 
     method: of `spar.attention`; None lets each attention choose.
-    state: of the ring and ulysses groups whose layout sequences have; None: `cal_split_sizes`.
+    state: of the ring and ulysses groups over which sequences lie; None: over the group.
+    layout: "even" or "zigzag", of all sequences; or that of sequences of its length, where others are even.
+
+    Attributes:
+        is_in_order: whether each rank has one run of each sequence, in the order of the ranks.
     """
 
     def __init__(
-        self, group: Any, world: int, rank: int, method: str | None = None, state: ParallelState | None = None
+        self,
+        group: Any,
+        world: int,
+        rank: int,
+        method: str | None = None,
+        state: ParallelState | None = None,
+        layout: str | SequenceLayout = "even",
     ) -> None:
         self.group, self.world, self.rank, self.method, self.state = group, world, rank, method, state
+        self._kind = layout
+        self.is_in_order = state is None and layout == "even"
         self.device = torch.device("cpu")  # of the model
         # As long as tensors and plans have them: lengths may differ in each forward.
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
         self.moves: dict[tuple[Part, Part, int], Plan | None] = {}  # the plans of `moved`
+
+    def __deepcopy__(self, memo: object) -> Parts:
+        return self
 
     def forget(self) -> None:
         """Drop what was found for lengths that may not come again."""
@@ -251,7 +266,7 @@ class Parts:
         return found
 
     def layout(self, lengths: tuple[int, ...]) -> SequenceLayout:
-        """Return how the sequences lie on the ranks; with a state of one sequence only."""
+        """Return how the sequences lie on the ranks: several in order only."""
         found = self._layouts.get(lengths)
         if found is None:
             found = self._layouts[lengths] = self._layout(lengths)
@@ -264,12 +279,17 @@ class Parts:
             return SequenceLayout("local", lengths[0].sizes, self.group)
         if self.state is not None:
             return SequenceLayout.hybrid(lengths[0], self.state)
+        if isinstance(self._kind, SequenceLayout) and lengths[0] == self._kind.total:
+            return self._kind
+        if self._kind == "zigzag":
+            return SequenceLayout.zigzag(lengths[0], self.group)
         return SequenceLayout.even(lengths[0], self.group)
 
     def length(self, sizes: Sequence[int]) -> int:
         """Return the length of a sequence of which the ranks, in their order, hold such numbers of tokens."""
         uneven = Uneven(tuple(sizes))
-        is_even = uneven >= self.world and self.layout((int(uneven),)).sizes == uneven.sizes
+        is_even = self.is_in_order and uneven >= self.world
+        is_even = is_even and self.layout((int(uneven),)).sizes == uneven.sizes
         return int(uneven) if is_even else uneven
 
     def runs(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
@@ -314,11 +334,20 @@ class Parts:
         return in_order_of(whole, x)
 
     def _gathered(self, x: Tensor, lengths: tuple[int, ...], dim: int) -> Tensor:
-        if len(lengths) < 2 or self.state is None:
+        if len(lengths) < 2 or self.is_in_order:
             return self.layout(lengths).all_gather(x, dim)
         shards = x.split([self.held((length,)) for length in lengths], dim)
         found = [self._gathered(y, (length,), dim) for y, length in zip(shards, lengths, strict=True)]
         return torch.cat(found, dim)
+
+
+def placement(layout: SequenceLayout) -> SequenceLayout:
+    """Return a layout of one sequence, without documents, whose tokens lie as in this one."""
+    if not layout.is_packed:
+        return layout
+    held = shards(numbers_of(layout, 0), layout.group.size())
+    runs = [[(run.start, run.start + run.size) for run in own] for own in held]
+    return SequenceLayout.of_runs(runs, layout.group)
 
 
 def memory_order(x: Tensor) -> list[int]:

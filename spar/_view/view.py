@@ -58,11 +58,18 @@ class View(Mode, TorchFunctionMode):
 
     strict: whether a function inside blocks that has to run whole is an error.
     around: what is entered while any view runs, also in backward for a checkpoint; the same of all views.
+    returns_parts: whether what a forward returns of a sequence is this rank's tokens.
     """
 
-    def __init__(self, parts: Parts, strict: bool = False, around: Around = nullcontext) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        strict: bool = False,
+        around: Around = nullcontext,
+        returns_parts: bool = False,
+    ) -> None:
         super().__init__()
-        self.parts, self.strict, self.around = parts, strict, around
+        self.parts, self.strict, self.around, self.returns_parts = parts, strict, around, returns_parts
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
         self._steps: dict[tuple[Any, ...], Step] = {}
@@ -108,13 +115,19 @@ class View(Mode, TorchFunctionMode):
         return changed(self.parts.gather, value)
 
     def output(self, value: Any) -> Any:
-        """Return a forward's output with whole tensors, at its end, where ranks compare all that it did."""
+        """Return what the model returns, at a forward's end, where ranks compare all that it did."""
         with without_view():
             value = changed(lambda x: self.check_stale("the model's output", x), value)
             self._given.write_back(self.gather, self._aliases)
             for field, numbers in draws_since(self._states, self.parts.device):
                 self._fold(field, numbers)
-            return compared_in(self.parts, lambda: self.gather(value))
+            return compared_in(self.parts, lambda: changed(self._returned, value))
+
+    def _returned(self, x: Tensor) -> Tensor:
+        part = part_of(x)
+        is_kept = self.returns_parts and part is not None and part is part.plain and not part.is_uneven
+        # Another tensor, as a cache may hold this one.
+        return mark(x.view_as(x), None) if is_kept else self.parts.gather(x)
 
     # ---- the mode ----
 
@@ -400,7 +413,7 @@ class View(Mode, TorchFunctionMode):
         return RuntimeError(f"{name} at {where} {problem}; {advice}")
 
     def __deepcopy__(self, memo: object) -> View:
-        return View(self.parts, self.strict, self.around)
+        return View(self.parts, self.strict, self.around, self.returns_parts)
 
 
 def current_view() -> View | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._view.model import check_module, is_sharded, sharded, unsharded
+from .._view.model import LayoutOf, check_module, is_sharded, sharded, unsharded
 from .._view.report import Report
 from ..topology.resolve import Group
 from ._diffusers import models as diffusers
@@ -19,6 +19,8 @@ def parallelize(
     group: Group = None,
     *,
     method: str | None = None,
+    layout: str | LayoutOf = "even",
+    outputs: str = "whole",
     blocks: Sequence[str] | None = None,
     strict: bool = False,
 ) -> Report:
@@ -38,6 +40,13 @@ def parallelize(
             sequence group (WORLD if there is none).
         method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
             over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
+        layout: how sequences lie on the ranks: "even"; "zigzag", which balances the work of causal attention
+            by "gather" and "ring"; or a function, from a dict of the forward's arguments to a SequenceLayout
+            of `group` for sequences of its length, such as a balanced one of packed documents. Its documents
+            are ignored: the model's mask says what attends to what.
+        outputs: "whole"; or "parts": what the model returns of a sequence is this rank's tokens of
+            it, such as logits `[B, S_local, V]`, and averaged gradients are those of the mean of the ranks'
+            losses. A loss that the model computes is one process's in any case.
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
             receives, if it is whole. "": the model, such as one of convolutions, of whose images
             `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each
@@ -61,9 +70,21 @@ def parallelize(
         diffusers.check_model(model, where)
         coders = diffusers.coders_of(model, where)
     if not coders:
-        return sharded(model, group, where, blocks=blocks, method=method, strict=strict, around=seen_by_views)
+        return sharded(
+            model,
+            group,
+            where,
+            blocks=blocks,
+            method=method,
+            layout=layout,
+            outputs=outputs,
+            strict=strict,
+            around=seen_by_views,
+        )
     if method == "hybrid":
         raise ValueError(f'{where}: method is "hybrid"; expected another for an autoencoder, of rows')
+    if (layout, outputs) != ("even", "whole"):
+        raise ValueError(f"{where}: layout or outputs are given; expected neither for an autoencoder")
     if blocks is not None:
         raise ValueError(
             f"{where}: blocks is {blocks!r}; expected None for an autoencoder, or its decoder as the model"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spar import parallelize, unparallelize
+from spar._view.report import Report
 
 from .averages import gradients
 from .diffusion_case import Case, Draw, Inputs
@@ -34,6 +35,7 @@ class Outcome(NamedTuple):
         error: of the outputs and gradients, of the largest element of each.
         share: the multiply-adds of this rank inside blocks.
         whole: the functions that ran whole, with their lines in diffusers.
+        compiled: of the blocks, by aot_eager: "yes", or "partly: " or "no: " and why they run eagerly.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Outcome(NamedTuple):
     error: float = 0.0
     share: float = 1.0
     whole: tuple[str, ...] = ()
+    compiled: str = ""
 
 
 def classes() -> set[str]:
@@ -104,11 +107,13 @@ def trained(model: nn.Module, name: str, average: dist.ProcessGroup | None = Non
     return [*[x.detach() for x in found], *gradients(model, average)]
 
 
-def check_classes(rank: int, world: int, group: dist.ProcessGroup, names: Sequence[str]) -> list[Outcome]:
+def check_classes(
+    rank: int, world: int, group: dist.ProcessGroup, names: Sequence[str], compiled: bool = False
+) -> list[Outcome]:
     found = []
     for name in names:
         with in_double() if CASES[name].in_double else contextlib.nullcontext():
-            found.append(check_class(group, name))
+            found.append(check_class(group, name, compiled))
     return found
 
 
@@ -126,8 +131,48 @@ def in_double() -> Iterator[None]:
         yield
 
 
-def check_class(group: dist.ProcessGroup, name: str) -> Outcome:
-    """Compare a class's tiny model on the ranks of a group with the same model in one process."""
+def tolerance(name: str) -> float:
+    return 1e-10 if CASES[name].in_double else 1e-5
+
+
+def difference(model: nn.Module, name: str, found: list[Tensor], expected: list[Tensor]) -> tuple[float, str]:
+    """Return the largest error of what `trained` returned, of the largest element, and where it is."""
+    worst, where = 0.0, ""
+    names = [f"output {i}" for i in range(len(found))]
+    if CASES[name].has_backward:
+        parameters = [key for key, _ in model.named_parameters()]
+        names[-len(parameters) :] = parameters
+    for key, x, y in zip(names, found, expected, strict=True):
+        error = float((x - y).abs().max()) / max(0.01, float(y.abs().max())) if y.numel() else 0.0
+        if not error <= worst:
+            worst, where = error, key
+    return worst, where
+
+
+def _compiled(
+    model: nn.Module, name: str, report: Report, expected: list[Tensor], group: dist.ProcessGroup
+) -> str:
+    """Run a sharded model with its blocks compiled, twice; return how that went."""
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    try:
+        for _ in range(2):
+            error, where = difference(model, name, trained(model, name, group), expected)
+            if not error <= tolerance(name):
+                return f"differs: {where} by {error:.1e}"
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
+    if not report.eager:
+        return "yes"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return f"{'partly' if graphs else 'no'}: " + "; ".join(map(str, report.eager))
+
+
+def check_class(group: dist.ProcessGroup, name: str, compiled: bool) -> Outcome:
+    """Compare a class's tiny model on the ranks of a group with the same model in one process.
+
+    compiled: whether to do so also with its blocks compiled.
+    """
     model = made(name)
     expected = trained(model, name)
     assert all(x.isfinite().all() for x in expected), name
@@ -143,21 +188,14 @@ def check_class(group: dist.ProcessGroup, name: str) -> Outcome:
             found = trained(model, name, group)
         except Exception as error:
             return Outcome(name, f"error: {type(error).__name__}: {error}")
+    verdict = _compiled(model, name, report, expected, group) if compiled else ""
     unparallelize(model)
     whole = tuple(
         f"{'' if each.in_block else '('}{each.function}@{each.place}{'' if each.in_block else ')'}"
         for each in report.functions
     )
-    worst, where = 0.0, ""
-    names = [f"output {i}" for i in range(len(found))]
-    if CASES[name].has_backward:
-        parameters = [key for key, _ in model.named_parameters()]
-        names[-len(parameters) :] = parameters
-    for key, x, y in zip(names, found, expected, strict=True):
-        error = float((x - y).abs().max()) / max(0.01, float(y.abs().max())) if y.numel() else 0.0
-        if not error <= worst:
-            worst, where = error, key
-    outcome = Outcome(name, "right", worst, report.share, whole)
-    if not worst <= (1e-10 if CASES[name].in_double else 1e-5):
+    worst, where = difference(model, name, found, expected)
+    outcome = Outcome(name, "right", worst, report.share, whole, verdict)
+    if not worst <= tolerance(name):
         return outcome._replace(verdict=f"differs: {where} by {worst:.1e}")
     return outcome._replace(verdict="not sharded") if report.share == 1 else outcome

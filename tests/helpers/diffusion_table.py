@@ -14,9 +14,13 @@ from .diffusion_check import CASES, Outcome, check_classes
 
 
 def table(outcomes: list[Outcome]) -> str:
-    rows = ["| class | result | multiply-adds on a rank of 2 | whole on each rank |", "|---|---|---|---|"]
+    head = "| class | result | compiled | multiply-adds on a rank of 2 | whole on each rank |"
+    rows = [head, "|---|---|---|---|---|"]
     for each in outcomes:
-        rows.append(f"| {each.name} | {each.verdict} | {each.share:.1%} | {', '.join(each.whole)} |")
+        compiled = each.compiled.partition(":")[0]
+        rows.append(
+            f"| {each.name} | {each.verdict} | {compiled} | {each.share:.1%} | {', '.join(each.whole)} |"
+        )
     return "\n".join(rows)
 
 
@@ -24,9 +28,11 @@ def main() -> None:
     PRELOAD.append("diffusers.models.transformers")
     ranks = Ranks((2,))
     try:
-        outcomes, _ = ranks(
-            2, check_classes, [name for name in CASES if name in sys.argv[1:] or not sys.argv[1:]]
-        )
+        names = [name for name in CASES if name in sys.argv[1:] or not sys.argv[1:]]
+        outcomes: list[Outcome] = []
+        for name in names:
+            outcomes += ranks(2, check_classes, [name], True)[0]
+            print(f"{name}: {outcomes[-1].verdict}, compiled: {outcomes[-1].compiled}", file=sys.stderr)
     finally:
         ranks.stop()
     print(table(outcomes))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import spar
 
 from .averages import averaged
-from .transformers_types import Unbuilt, batch, build, configs
+from .transformers_types import PADDING, Unbuilt, batch, build, configs
 
 TOLERANCE, WORLD, LIMIT = 1e-4, 2, 180
 Group = dist.ProcessGroup
@@ -34,6 +35,8 @@ class Outcome(NamedTuple):
         share: of a rank's multiply-adds in blocks.
         whole: the functions that ran whole in blocks, and where.
         accepted: of `spar.integrations.transformers.shard`: "yes", or its error; None for other tasks.
+        compiled: whether compiled blocks are right: "yes", "partly: " or "no: " and why some run eagerly, or
+            what is wrong; None for other tasks.
         dtype: of the weights.
     """
 
@@ -43,6 +46,7 @@ class Outcome(NamedTuple):
     share: float = 1.0
     whole: tuple[str, ...] = ()
     accepted: str | None = None
+    compiled: str | None = None
     dtype: str = ""
 
 
@@ -112,13 +116,15 @@ def mean_over_ranks(model: nn.Module, names: Any, group: Group) -> dict[str, Ten
     return dict(zip(names, averaged(found, group), strict=True))
 
 
-def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcome:
-    """Run a type on these ranks, and beside them in this process."""
+def compare(rank: int, world: int, group: Group, task: str, kind: str, compiled: bool = False) -> Outcome:
+    """Run a type on these ranks, and beside them in this process; compiled: also with compiled blocks."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
         model, inputs, expected = reference(task, kind)
         again = max(error for _, error in differences(run(model, inputs), expected))
+        others = other_values(inputs)
+        expected_others = run(model, others)
         if again > TOLERANCE:
             raise Unbuilt(f"two runs differ by {again:.0e}")
     except Exception as error:
@@ -135,9 +141,14 @@ def compare(rank: int, world: int, group: Group, task: str, kind: str) -> Outcom
     error = errors[0][1]
     result = "right" if error <= TOLERANCE else "wrong"
     note = "" if result == "right" else ", ".join(f"{name} {each:.0e}" for name, each in errors[:3])
+    verdict = None
+    if compiled:
+        runs = [(inputs, expected), (others, expected_others), (inputs, expected)]
+        verdict = compiles(model, report, runs, group)
     spar.unparallelize(model)
+    model._compiled_call_impl = None
     accepted = accepts(model, inputs, expected.loss, group) if task == "causal" else None
-    return Outcome(result, note, error, report.share, tuple(places), accepted, dtype)
+    return Outcome(result, note, error, report.share, tuple(places), accepted, verdict, dtype)
 
 
 def _order(difference: tuple[str, float]) -> float:
@@ -153,6 +164,38 @@ def is_refusal(error: Exception) -> bool:
     """Whether spar says that it cannot run a model."""
     text = str(error)
     return text.startswith("parallelize: ") or (isinstance(error, RuntimeError) and " on rank " in text)
+
+
+def other_values(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch with the same padding, whose rows have their tokens in another order."""
+    names, made = ("input_ids", "decoder_input_ids", "labels"), {}
+    for name, x in inputs.items():
+        made[name] = x.clone()
+        for row in made[name] if name in names and x.dim() == 2 else ():
+            kept = (row > PADDING).nonzero()[:, 0]
+            row[kept] = row[kept.flip(0)]
+    return made
+
+
+def compiles(model: Any, report: Any, runs: Any, group: Group) -> str:
+    """Run a model whose blocks are compiled: each batch, and what one process computes of it."""
+    torch._dynamo.reset()
+    with contextlib.suppress(Exception):  # a loop over experts is none that a graph can have
+        model.set_experts_implementation("batched_mm")
+    model.compile(backend="aot_eager")
+    try:
+        for inputs, expected in runs:
+            got = run(model, inputs)
+            got = got._replace(gradients=mean_over_ranks(model, expected.gradients, group))
+            name, error = max(differences(got, expected), key=_order)
+            if not error <= TOLERANCE:
+                return f"wrong: {name} {error:.0e}"
+    except Exception as error:
+        return f"crash: {_told(error)}"
+    if not report.eager:
+        return "yes"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return f"{'partly' if graphs else 'no'}: " + "; ".join(map(str, report.eager))
 
 
 def accepts(model: Any, inputs: dict[str, Tensor], loss: Tensor, group: Group) -> str:
@@ -177,11 +220,15 @@ def accepts(model: Any, inputs: dict[str, Tensor], loss: Tensor, group: Group) -
 def run_type(pool: Ranks, task: str, kind: str) -> Outcome:
     """Compare a type; fresh ranks follow a failure, after which their calls may no longer match."""
     try:
-        outcomes = [Outcome(*each) for each in pool(WORLD, compare, task, kind, timeout=LIMIT)]
+        outcomes = [
+            Outcome(*each) for each in pool(WORLD, compare, task, kind, task == "causal", timeout=LIMIT)
+        ]
     except pytest.fail.Exception as failure:
         pool.stop()
         return Outcome("crash", f"{failure}")
     found = next((each for each in outcomes if each.result not in ("right", "none")), outcomes[0])
-    if found.result in ("refused", "crash") or "forward: " in (found.accepted or ""):
+    found = next((each for each in outcomes if each.compiled not in ("yes", found.compiled)), found)
+    failures = [found.accepted or "", *[each.compiled or "" for each in outcomes]]
+    if found.result in ("refused", "crash") or any("forward: " in x or "crash: " in x for x in failures):
         pool.stop()
     return found

@@ -47,6 +47,8 @@ The columns:
   model call them. They are exact, and their work is not shared.
 - **shard**: whether [`spar.integrations.transformers.shard`](transformers.md) also runs the type, with
   the same loss. It is faster: each rank receives its tokens alone, and computes the loss of these.
+- **compiled**: whether [compiled blocks](any-model.md#compiled-models) are right, twice with other values, in
+  training, by the backend `aot_eager`, with experts by `batched_mm`. Partly: some blocks run eagerly.
 """
 
 
@@ -126,11 +128,19 @@ def page(rows: _Rows, results: _Results) -> str:
         anchor = re.sub("[^a-z]+", "-", title.lower())
         head.append(f"| [{title}](#{anchor}) | {len(rows[task])} | " + " | ".join(map(str, counts)) + " |")
     causal = rows["causal"].values()
-    accepted = sum(row[-1] == "yes" for row in causal)
+    accepted = sum(row[4] == "yes" for row in causal)
+    compiled = Counter(row[5] for row in causal)
     text = HEAD + "\n".join(head) + "\n" + NOTES
-    text += f"\nOf {len(causal)} causal types, {accepted} run by `shard`, too.\n"
+    text += f"\nOf {len(causal)} causal types, {accepted} run by `shard`, too. With compiled blocks "
+    text += f"{compiled['yes']} run, and {compiled['partly']} in part.\n"
     for task, (title, _) in TASKS.items():
-        columns = ["type", "result", "share", "whole in blocks", *(["shard"] if task == "causal" else [])]
+        columns = [
+            "type",
+            "result",
+            "share",
+            "whole in blocks",
+            *(["shard", "compiled"] if task == "causal" else []),
+        ]
         lines = [columns, ["---"] * len(columns), *(row for _, row in sorted(rows[task].items()))]
         text += f"\n## {title}\n\n" + "".join("| " + " | ".join(row) + " |\n" for row in lines)
     return text
@@ -144,7 +154,9 @@ def _rows(task: str, outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
         else:
             what = "one process fails" if each.result == "none" else each.result
             cells = [kind, f"{what}: {_line(each.note)}".replace("|", "/"), "-", ""]
-        rows[kind] = cells + ([_shard(each)] if task == "causal" else [])
+        rows[kind] = cells + (
+            [_shard(each), (each.compiled or "").partition(":")[0]] if task == "causal" else []
+        )
     return rows
 
 

@@ -76,28 +76,28 @@ def compare(
     pair: tuple[str, str],
     inputs: Inputs,
     limit: float = 1e-10,
-    state: Any = None,
+    parts: Parts | None = None,
     view: View | None = None,
 ) -> str | None:
     """Run a function of (x, y, w, b, ids, mask) on whole tensors and on parts; return what differs.
 
-    view: one that ran before; by default a new one.
+    parts: by default of even sequences. view: one that ran before; by default a new one.
     """
     whole = inputs.leaves()
     _seed()
     expected = _tensors(function(*[_fresh(t) for t in whole[:2]], *whole[2:], inputs.ids, inputs.mask))
     place = place_of(group)
-    view = view or View(Parts(group, place.world, place.rank, state=state))
+    view = view or View(parts or Parts(group, place.world, place.rank))
     mine = inputs.leaves()
     _seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parts = [_part(view.parts, name) for name in pair]
+        of_pair = [_part(view.parts, name) for name in pair]
         inner = [_fresh(t) for t in mine[:2]]
-        shards = [t if p is None else view.shard(t, p) for t, p in zip(inner, parts, strict=True)]
+        shards = [t if p is None else view.shard(t, p) for t, p in zip(inner, of_pair, strict=True)]
         ids, mask = inputs.ids, inputs.mask
-        if parts[0] is not None and parts[0].dim < 2:
-            ids, mask = (view.shard(t, parts[0]) for t in (ids, mask))
+        if of_pair[0] is not None and of_pair[0].dim < 2:
+            ids, mask = (view.shard(t, of_pair[0]) for t in (ids, mask))
         with intercepted(view), view.forward():
             found = _tensors(view.output(function(*shards, *mine[2:], ids, mask)))
     if len(found) != len(expected):

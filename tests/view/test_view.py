@@ -20,6 +20,7 @@ from helpers.view_cases import PAIRS, Inputs, compare, functions, viewed
 from helpers.view_programs import program
 from torch import Tensor
 
+from spar import SequenceLayout
 from spar._group.registry import place_of
 from spar._view import view
 from spar._view.outside import intercepted
@@ -83,17 +84,37 @@ def check_hybrid(rank: int, folder: Path) -> None:
     """Lay sequences over ring x ulysses: two runs on each rank, some of them empty."""
     state = init_parallel_state(ring_attention_size=2, ulysses_parallel_size=2)
     group = state.get_group("cp")
-    for i, (name, function) in enumerate([*functions().items()][::3]):
+    check_layout(lambda: Parts(group, 4, rank, state=state), 0)
+
+
+def check_layout(parts: Callable[[], Parts], first: int) -> None:
+    """Run every third function, from this one on, and some programs."""
+    for i, (name, function) in enumerate([*functions().items()][first::3]):
         pair = PAIRS[i % len(PAIRS)]
+        made = parts()
         try:
-            problem = compare(group, function, pair, Inputs(3), state=state)
+            problem = compare(made.group, function, pair, Inputs(3), parts=made)
         except RuntimeError as error:
             problem = None if REFUSED in str(error) else repr(error)
         assert not problem, f"{name} of {pair}: {problem}"
-    for seed in range(700, 715):
+    for seed in range(700 + 15 * first, 715 + 15 * first):
         pair = PAIRS[seed % len(PAIRS)]
-        problem = compare(group, program(seed, 14), pair, Inputs(seed), 1e-8, state)
+        made = parts()
+        problem = compare(made.group, program(seed, 14), pair, Inputs(seed), 1e-8, made)
         assert problem is None, (seed, pair, problem)
+
+
+def check_layouts(rank: int, world: int, group: Group) -> None:
+    check_layout(lambda: Parts(group, world, rank, layout="zigzag"), 1)
+    # Of sequences of 12 tokens: short runs in any order, and a last rank without any.
+    runs = [[(at, at + 1) for at in range(12) if at * 7 % 12 % (world - 1) == r] for r in range(world - 1)]
+    given = SequenceLayout.of_runs([*runs, []], group)
+    check_layout(lambda: Parts(group, world, rank, layout=given), 2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_zigzag_and_given_layouts_are_exact(ranks: Ranks, world: int) -> None:
+    ranks(world, check_layouts)
 
 
 def test_hybrid_layouts_are_exact(tmp_path: Path) -> None:

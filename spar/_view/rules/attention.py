@@ -144,7 +144,7 @@ def _method_of_spans(part: Part, keys: Part, spans: Spans, heads: tuple[int, int
     heads: of the queries, and of the keys.
     """
     method = method_of(part, keys)
-    if method is not None or keys is not part or len(part.lengths) > 1 or part.parts.state is not None:
+    if method is not None or keys is not part or len(part.lengths) > 1 or not part.parts.is_in_order:
         return method
     most_keys, excess = spans.remember(("reach", part.sizes), lambda: reach_of(spans, part.sizes))
     moved_by_heads = part.tokens / part.parts.world * (1 - 1 / part.parts.world) * (heads[0] / heads[1] + 1)

@@ -64,7 +64,7 @@ def _where_they_lie(part: Part, sizes: list[int]) -> list[Part] | None:
 def _inside(part: Part, start: int, stop: int) -> int | None:
     """Return the length of a piece of one sequence, such that its tokens stay on their ranks."""
     at = 0
-    for length in part.lengths if part.parts.state is None else ():  # a ring's runs are not in ranks' order
+    for length in part.lengths if part.parts.is_in_order else ():
         if at <= start and stop <= at + length:
             runs = [part.parts.runs(length, rank) for rank in range(part.parts.world)]
             ends = [(at + begin, at + begin + size) for each in runs for begin, size in each or [(0, 0)]]

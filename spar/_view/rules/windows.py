@@ -45,7 +45,7 @@ def on_rows(function: Callable[[Tensor], Tensor], x: Tensor, dim: int, least: in
 def one_run(part: Part, unit: int = 1) -> Part | None:
     """Return a part of the same dim, one run of units of rows on each rank; None if they are too few."""
     count, rest = divmod(part.whole, unit)
-    if rest or count < part.parts.world or part.parts.state is not None:
+    if rest or count < part.parts.world or not part.parts.is_in_order:
         return None
     return part.parts.part(part.dim, (count,), 1, unit)
 
@@ -57,7 +57,7 @@ def windowed(part: Part, count: int, reach: Reach) -> tuple[Part, Take] | None:
         Those beyond its ends have the value `fill`, by which the second result is called. A rank without rows
         of the result gathers none.
     """
-    if count < 2 or not part.tokens or part.parts.state is not None:
+    if count < 2 or not part.tokens or not part.parts.is_in_order:
         return None
     parts, dim, result = part.parts, part.dim, part.parts.part(part.dim, (count,))
     wanted: list[list[tuple[int, int]]] = []

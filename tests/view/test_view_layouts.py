@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that lie on the ranks otherwise than evenly, and parts as outputs, beside one process."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import Ranks
+from test_parallelize import VOCABULARY, WIDTH, Attention, Decoder, batch, check_gradients, close
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import spar
+from spar import SequenceLayout
+
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+
+
+def check_zigzag(rank: int, world: int, group: Group) -> None:
+    for method in (None, "ulysses", "gather", "ring"):
+        for recompute in (None, True):
+            model, whole = Decoder(recompute), Decoder()
+            report = spar.parallelize(model, group, method=method, layout="zigzag")
+            for tokens in (13, 2 * world, world):
+                ids, labels = batch(tokens)
+                close(model(ids), whole(ids))
+                loss, expected = model(ids, labels=labels), whole(ids, labels)
+                close(loss, expected)
+            loss.backward()
+            expected.backward()
+            check_gradients(model, whole, group)
+            assert not [each for each in report.functions if each.in_block], report
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_zigzag_is_exact(ranks: Ranks, world: int) -> None:
+    ranks(world, check_zigzag)
+
+
+class MaskedAttention(Attention):
+    def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 8, 4).transpose(1, 2).split([4, 2, 2], 1)
+        q, k = (self.rotate(t, angles) for t in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, tokens, WIDTH))
+        return out
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(WIDTH), MaskedAttention()
+
+    def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x), angles, mask)
+
+
+class Documents(nn.Module):
+    """Documents in a row, which do not attend to each other."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([MaskedBlock() for _ in range(2)])
+        self.recompute = recompute
+        self.double()
+
+    def forward(self, ids: Tensor, ends: list[int]) -> Tensor:
+        places = torch.arange(ids.size(1))
+        document = torch.bucketize(places, torch.tensor(ends), right=True)
+        mask = (document[:, None] == document) & (places[:, None] >= places)
+        x, angles = self.embedding(ids), places[:, None] / torch.tensor([1.0, 10.0])
+        for layer in self.layers:
+            if self.recompute is None:
+                x = layer(x, angles, mask)
+            else:
+                x = checkpoint(layer, x, angles, mask, use_reentrant=self.recompute)
+        return x.square().mean()
+
+
+def check_documents(rank: int, world: int, group: Group) -> None:
+    seen = []
+
+    def layout(inputs: dict[str, Any]) -> SequenceLayout:
+        ends = inputs["ends"]
+        lengths = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+        make = SequenceLayout.balanced if len(lengths) > 2 else SequenceLayout.packed
+        seen.append(make(lengths, group))
+        return seen[-1]
+
+    for recompute in (None, False, True):
+        model, whole = Documents(recompute), Documents()
+        report = spar.parallelize(model, group, layout=layout)
+        found, expected = [], []
+        for lengths in ([7, 2, 4], [5, 8], [1] * 13, [7, 2, 4]):
+            ids, ends = batch(13)[0], [*accumulate(lengths)]
+            found.append(model(ids, ends=ends))
+            expected.append(whole(ids, ends))
+            close(found[-1], expected[-1])
+        sum(found).backward()  # recomputes forwards of other layouts than the last one
+        sum(expected).backward()
+        check_gradients(model, whole, group)
+        assert not [each for each in report.functions if each.in_block], report
+    assert len({each.sizes for each in seen}) > 1 or world == 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_layouts_of_documents_are_exact(ranks: Ranks, world: int) -> None:
+    ranks(world, check_documents)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of logits, or of their gradients, that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            is_of_words = isinstance(x, Tensor) and x.dim() > 0 and x.size(-1) == VOCABULARY
+            self.elements = max(self.elements, x.numel() if is_of_words else 0)
+        return out
+
+
+class Both(Decoder):
+    """Returns logits and a loss, as models of transformers do."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = super().forward(ids)
+        assert labels is not None
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+        return {"loss": loss, "logits": logits, "places": torch.arange(ids.size(1))}
+
+
+def check_parts(rank: int, world: int, group: Group, layout: str) -> None:
+    ids, labels = batch(13)
+    of_rank = getattr(SequenceLayout, layout)(13, group)
+    model, whole = Both(), Both()
+    spar.parallelize(model, group, layout=layout, outputs="parts")
+    for _ in range(2):
+        out, expected = model(ids, labels), whole(ids, labels)
+        close(out["loss"], expected["loss"])
+        close(out["logits"], expected["logits"][:, of_rank.index()])
+        assert torch.equal(out["places"], torch.arange(13)), "what is no part is whole"
+    with Largest() as largest:
+        model(ids, labels)["loss"].backward()
+    whole(ids, labels)["loss"].backward()
+    check_gradients(model, whole, group)
+    assert 0 < largest.elements < 2 * 13 * VOCABULARY, "logits of all tokens"
+    # A loss of each rank's tokens: the gradients are those of the mean of these losses.
+    model.zero_grad()
+    whole.zero_grad()
+    (model(ids, labels)["logits"].square().sum() * world).backward()
+    whole(ids, labels)["logits"].square().sum().backward()
+    check_gradients(model, whole, group)
+
+
+@pytest.mark.parametrize("layout", ["even", "zigzag"])
+def test_parts_as_outputs(ranks: Ranks, layout: str) -> None:
+    ranks(3, check_parts, layout)
+
+
+def check_errors(rank: int, world: int, group: Group) -> None:
+    model = Decoder()
+    for options, message in (
+        ({"layout": "packed"}, r"layout is 'packed'; expected \"even\", \"zigzag\" or a function"),
+        ({"outputs": "local"}, r"outputs is 'local'; expected \"whole\" or \"parts\""),
+        ({"layout": "zigzag", "method": "hybrid"}, r"method is \"hybrid\", whose layout is its own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            spar.parallelize(model, group, **options)
+    spar.parallelize(model, group, layout=lambda _: None)
+    with pytest.raises(ValueError, match="the function layout= returned None; expected a SequenceLayout"):
+        model(batch(13)[0])
+    spar.unparallelize(model)
+    # A rank whose function says otherwise is found by the first exchange.
+    spar.parallelize(model, group, layout=lambda _: SequenceLayout.of_runs(runs(rank), group))
+    with pytest.raises(spar.MismatchError):
+        model(batch(13)[0])
+
+
+def runs(rank: int) -> list[list[tuple[int, int]]]:
+    return [[(0, 6)], [(6, 13)]] if rank else [[(0, 7)], [(7, 13)]]
+
+
+def test_errors_name_what_is_wrong(ranks: Ranks) -> None:
+    ranks(2, check_errors)
