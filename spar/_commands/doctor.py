@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .._doctor.diagnose import diagnose
 from .._view.model import _ModelForward, replace_run
-from .._view.part import tensors_in
+from .._view.nested import tensors_in
 from .ranks import UsageError
 
 SUMMARY = "run a script, and name where its sharded model first differs from one process"

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._view.functions import name_of
-from .._view.part import Part, part_of, tensors_in
+from .._view.nested import tensors_in
+from .._view.part import Part, part_of
 from .._view.view import current_view, without_view
 from ..sequence_layout import SequenceLayout
 from .sketches import largest, sketch, tolerance

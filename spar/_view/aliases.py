@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .part import part_of, tensors_in
+from .nested import tensors_in
+from .part import part_of
 
 
 class _Alias(NamedTuple):

@@ -7,8 +7,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .outside import again
 from .part import part_of
+from .patches import reentered
 from .view import View, without_view
 
 _NAME = "past_key_values"
@@ -47,7 +47,7 @@ class _Change:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = [(name, part_of(getattr(self.layer, name))) for name in ("keys", "values")]
         parts = next((part.parts for _, part in held if part is not None), self.view.parts)
-        with again(self.view, parts):
+        with reentered(self.view, parts):
             result = self.own(self.layer, *args, **kwargs)
             for name, part in held:
                 now = getattr(self.layer, name)

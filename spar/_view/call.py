@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .functions import function_of
-from .part import Part, Parts, Shard, changed, is_uneven, part_of, tensors_in, whole_shape
+from .nested import changed, tensors_in
+from .part import Part, Parts, Shard, is_uneven, part_of, whole_shape
 
 
 class Plan(NamedTuple):

@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
 from .groups import ADVICE, DIFFERS, is_apart, ranks
-from .part import changed, has_part, is_uneven, part_of, tensors_in, whole_shape
+from .nested import changed, tensors_in
+from .part import has_part, is_uneven, part_of, whole_shape
 from .view import View, current_view, without_view
 
 # What these are given is sent, and overwritten.

@@ -31,7 +31,8 @@ from .backends import Backend, backend_in, compiled_by
 from .experts import Numbers, Same, allow_in_graph
 from .graph_inputs import GraphInputs
 from .hollow import Hollows, is_hollow, local_of
-from .part import Shard, changed, mark, sequence_of, shard_of, tensors_in
+from .nested import changed, sequence_of, tensors_in
+from .part import Shard, mark, shard_of
 from .spans_mask import SpansMask
 from .tracing import Refused, Traced, compiling
 from .view import View, without_view

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .part import Part, mark, part_of, tensors_in
+from .nested import tensors_in
+from .part import Part, mark, part_of
 from .view import View, without_view
 
 _DISPATCH = "transformers.integrations.moe"  # whose forward calls the implementation that the config names

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .._C import replaced
 from .bodies import has_body
-from .part import tensors_in
+from .nested import tensors_in
 
 # Names that torch's C functions also take, as numpy has them: numpy_compatibility_arg_names of torch.
 _OTHER_NAMES = {

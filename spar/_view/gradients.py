@@ -18,7 +18,8 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from ..ops.gather import all_gather, reduce_scatter
 from ..sizes import cal_split_sizes
-from .part import Part, Parts, changed, mark, part_of, tensors_in
+from .nested import changed, tensors_in
+from .part import Part, Parts, mark, part_of
 
 Hook = Callable[[Tensor | None], Tensor | None]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
-from .part import tensors_in
+from .nested import tensors_in
 
 ADVICE = "communicate outside of the blocks, or in a torch.autograd.Function, which gets whole tensors"
 DIFFERS = "gives ranks that share a sharded sequence different results"

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from torch.overrides import handle_torch_function
 
 from .._C import use_view
-from .part import _SHARD, tensors_in
+from .nested import tensors_in
+from .part import _SHARD
 from .subclasses import holds_part
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .part import tensors_in
+from .nested import tensors_in
 
 _VIEWS_NAMES = """
 narrow view reshape view_as reshape_as flatten unflatten chunk split unbind tensor_split select transpose

@@ -33,8 +33,9 @@ from .compiled import CompiledBlocks, backend_of, of_its_own
 from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
-from .outside import again, enter_inputs, intercepted
-from .part import Parts, part_of, placement, tensors_in
+from .nested import tensors_in
+from .part import Parts, part_of, placement
+from .patches import enter_inputs, intercepted, reentered
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .tracing import is_traced
@@ -250,7 +251,7 @@ class _BlockForward(_Forward):
             if not found:
                 self._note_outside(view)
                 return self.own(*args, **kwargs)
-            with again(view, found[0].parts):
+            with reentered(view, found[0].parts):
                 return sharded.compiled.run(self.module, self.own, args, kwargs)
         finally:
             view.blocks -= 1

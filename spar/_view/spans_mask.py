@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._attention.spans import Spans
-from .part import changed
+from .nested import changed
 
 _aten = torch.ops.aten
 

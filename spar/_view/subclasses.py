@@ -23,7 +23,8 @@ from torch.nn import Parameter
 from .call import FunctionCall, Plan
 from .dtensors import arrived, divides, is_distributed, is_waiting
 from .groups import is_apart
-from .part import Part, changed, mark, part_of, tensors_in
+from .nested import changed, tensors_in
+from .part import Part, mark, part_of
 from .spans_mask import SpansMask
 
 _ORDINARY = (Tensor, Parameter)

@@ -20,8 +20,9 @@ from .._attention.spans import Spans
 from .._tracing import constant
 from .functions import function_of, is_operator
 from .groups import is_collective_operator
-from .outside import intercepted
-from .part import has_part, mark, shard_of, tensors_in, whole_shape
+from .nested import tensors_in
+from .part import has_part, mark, shard_of, whole_shape
+from .patches import intercepted
 from .rules.attention import reach_of
 from .spans_mask import mask_of
 from .view import View, without_view

@@ -24,7 +24,8 @@ from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
-from .part import Part, Parts, changed, has_part, is_uneven, mark, part_of, tensors_in, whole_shape
+from .nested import changed, tensors_in
+from .part import Part, Parts, has_part, is_uneven, mark, part_of, whole_shape
 from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
 from .whole import run_whole

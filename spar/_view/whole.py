@@ -14,7 +14,8 @@ from torch import Tensor
 from .aliases import Aliases
 from .gradients import WholeGradients
 from .moving import moved
-from .part import Parts, changed, part_of, tensors_in, whole_shape
+from .nested import changed, tensors_in
+from .part import Parts, part_of, whole_shape
 from .report import place_of_caller
 
 

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar._commands.arguments import main
-from spar._view.part import part_of, tensors_in
+from spar._view.nested import tensors_in
+from spar._view.part import part_of
 from spar._view.view import current_view, without_view
 from spar.testing import Difference, diagnose
 

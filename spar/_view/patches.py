@@ -31,7 +31,8 @@ from .bodies import redirected
 from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
-from .part import Parts, changed, has_part, mark, part_of, tensors_in
+from .nested import changed, tensors_in
+from .part import Parts, has_part, mark, part_of
 from .view import AS_WHOLE, View, current_view, without_view
 
 # They compute each element from that of their input, as their code shows.
@@ -288,7 +289,7 @@ def _reentrant(view: View, apply: Callable[..., Any], function: Callable[..., An
 
 
 @contextlib.contextmanager
-def again(view: View, parts: Parts) -> Iterator[None]:
+def reentered(view: View, parts: Parts) -> Iterator[None]:
     """Enter a view in backward, which runs a part of a forward again; report to the peers if that fails.
 
     parts: those of that forward.
@@ -317,7 +318,7 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         before, view.backend_of = view.backend_of, backend_of
         try:
-            with again(view, parts):
+            with reentered(view, parts):
                 return function(*args, **kwargs)
         finally:
             view.backend_of = before
