@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .nested import tensors_in
+from .nested import changed, tensors_in
 from .part import Part, mark, part_of
 from .view import View, without_view
 
@@ -33,18 +33,25 @@ def are_experts(module: nn.Module) -> bool:
 def run_experts(
     view: View, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call experts with parts; in the view where these differ, or where a rank has no rows."""
+    """Call experts with a rank's own rows; in the view where these differ, or where a rank has none."""
     tensors = tensors_in(args, kwargs)
     part = part_of(tensors[0]) if tensors else None
-    if part is None or any(part_of(x) is not part for x in tensors) or not all(part.sizes):
+    if part is None or not all(part.sizes) or not all(_is_of_rows(x, part) for x in tensors):
         return own(*args, **kwargs)
     _check_whole(view, module)
     for x in tensors:
         view.check_stale("experts", x)
+    # What a router chose may be whole, as of functions that have no rule.
+    args, kwargs = changed(lambda x: x if part_of(x) else view.parts.shard(x, part), (args, kwargs))
     if view.recording:
         view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
     with without_view():
         return mark(own(*args, **kwargs), part)
+
+
+def _is_of_rows(x: Tensor, part: Part) -> bool:
+    own = part_of(x)
+    return own is part or (own is None and x.dim() > part.dim and x.size(part.dim) == part.whole)
 
 
 # ---- in a graph ----

@@ -33,6 +33,7 @@ from .compiled import CompiledBlocks, backend_of, of_its_own
 from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
+from .inputs import GivenParts, compared
 from .nested import tensors_in
 from .part import Parts, part_of, placement
 from .patches import enter_inputs, intercepted, reentered
@@ -55,6 +56,7 @@ def sharded(
     blocks: Sequence[str] | None = None,
     method: str | None = None,
     layout: str | LayoutOf = "even",
+    inputs: Sequence[str] = (),
     outputs: str = "whole",
     strict: bool = False,
     around: Around = contextlib.nullcontext,
@@ -76,6 +78,8 @@ def sharded(
         raise ValueError(f"{where}: layout is {layout!r:.200}; expected {expected}")
     if outputs not in ("whole", "parts"):
         raise ValueError(f'{where}: outputs is {outputs!r:.200}; expected "whole" or "parts"')
+    if isinstance(inputs, str) or not all(isinstance(name, str) for name in inputs):
+        raise TypeError(f"{where}: inputs is {inputs!r:.200}; expected names of the forward's arguments")
     if method == "hybrid" and layout != "even":
         raise ValueError(f'{where}: method is "hybrid", whose layout is its own; expected no layout')
     found = find_blocks(model, blocks, where)
@@ -86,7 +90,8 @@ def sharded(
     parts = Parts(real, place.world, place.rank, None if state else method, state, kind)
     view = View(parts, strict, around, outputs == "parts")
     view.report = view.report if report is None else report
-    vars(model)[_STATE] = _Sharded(model, view, found, None if isinstance(layout, str) else layout)
+    layout_of = None if isinstance(layout, str) else layout
+    vars(model)[_STATE] = _Sharded(model, view, found, layout_of, inputs)
     return view.report
 
 
@@ -140,8 +145,9 @@ class _Sharded:
         view: View,
         blocks: dict[str, torch.nn.Module],
         layout_of: LayoutOf | None,
+        inputs: Sequence[str],
     ) -> None:
-        self.model, self.view, self.layout_of = model, view, layout_of
+        self.model, self.view, self.layout_of, self.inputs = model, view, layout_of, inputs
         self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = CompiledBlocks(view)
@@ -297,6 +303,7 @@ class _ModelForward(_Forward):
         kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         found = inspect.signature(self.own).parameters.items()
         self.names = tuple([name for name, parameter in found if parameter.kind in kinds])
+        self.given = GivenParts(self.sharded.inputs, self.names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks.
@@ -305,6 +312,9 @@ class _ModelForward(_Forward):
         """
         sharded = self.sharded
         if sharded.is_alone or sharded.is_whole:
+            if sharded.inputs and not sharded.is_alone:
+                sharded.lay_out(self._named(args, kwargs))
+                args, kwargs = self.given.gather(sharded.view.parts, args, kwargs)
             return self.own(*args, **kwargs)
         asked = _asked() if is_dynamo_compiling() else None
         run = _disabled_run[0] if _disabled_run else _ModelForward._run
@@ -321,10 +331,11 @@ class _ModelForward(_Forward):
             try:
                 sharded.lay_out(self._named(args, kwargs))
                 view.parts.device = _device_of(sharded.model)
+                args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:
                     number_parameters(sharded.model)
-                sharded.agreement.begin(self._named(args, kwargs), view.parts.device)
+                sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
                 with intercepted(view), view.forward(args, kwargs):
                     output = view.output(self._in_view(args, kwargs))
                 sharded.agreement.end(view.word)

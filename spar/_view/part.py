@@ -220,6 +220,7 @@ class Parts:
     layout: "even" or "zigzag", of all sequences; or that of sequences of its length, where others are even.
 
     Attributes:
+        given: the layout of sequences of its length; None if all are of one kind.
         is_in_order: whether each rank has one run of each sequence, in the order of the ranks.
     """
 
@@ -234,6 +235,7 @@ class Parts:
     ) -> None:
         self.group, self.world, self.rank, self.method, self.state = group, world, rank, method, state
         self._kind = layout
+        self.given = layout if isinstance(layout, SequenceLayout) else None
         self.is_in_order = state is None and layout == "even"
         self.device = torch.device("cpu")  # of the model
         # As long as tensors and plans have them: lengths may differ in each forward.
@@ -277,8 +279,8 @@ class Parts:
             return SequenceLayout("local", lengths[0].sizes, self.group)
         if self.state is not None:
             return SequenceLayout.hybrid(lengths[0], self.state)
-        if isinstance(self._kind, SequenceLayout) and lengths[0] == self._kind.total:
-            return self._kind
+        if self.given is not None and lengths[0] == self.given.total:
+            return self.given
         if self._kind == "zigzag":
             return SequenceLayout.zigzag(lengths[0], self.group)
         return SequenceLayout.even(lengths[0], self.group)

@@ -81,6 +81,8 @@ def intercepted(view: View) -> Iterator[None]:
             _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
             for module in (torch.nn.functional, torch.functional, torch._tensor):
                 _replace(module, "handle_torch_function", handle_torch_function)
+            for owner in (torch, torch.random):
+                _replace(owner, "seed", _seed)
             for owner, name, advice in _UNSEEN:
                 _replace(owner, name, _unseen(getattr(owner, name), name, advice))
             for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
@@ -205,6 +207,14 @@ def _forward(cls: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         out = changed(lambda x: x.view_as(x) if x.requires_grad else x, out)
     ctx.mark_non_differentiable(*tensors_in(out))
     return out
+
+
+def _seed() -> int:
+    """Stand for `torch.seed`, whose numbers differ between processes: it takes the generator's next one."""
+    with without_view() if current_view() is not None else contextlib.nullcontext():
+        number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    torch.manual_seed(number)  # also for what runs whole, outside of the view
+    return number
 
 
 def _unseen(own: Callable[..., Any], name: str, advice: str) -> Callable[..., Any]:

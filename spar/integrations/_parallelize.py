@@ -20,6 +20,7 @@ def parallelize(
     *,
     method: str | None = None,
     layout: str | LayoutOf = "even",
+    inputs: Sequence[str] = (),
     outputs: str = "whole",
     blocks: Sequence[str] | None = None,
     strict: bool = False,
@@ -44,6 +45,9 @@ def parallelize(
             by "gather" and "ring"; or a function, from a dict of the forward's arguments to a SequenceLayout
             of `group` for sequences of its length, such as a balanced one of packed documents. Its documents
             are ignored: the model's mask says what attends to what.
+        inputs: names of arguments of forward that are this rank's tokens, `[B, S_local, ...]`, in the order
+            of the layout; all others are whole. Ranks exchange their numbers of tokens, unless `layout` is a
+            function, of these arguments.
         outputs: "whole"; or "parts": what the model returns of a sequence is this rank's tokens of
             it, such as logits `[B, S_local, V]`, and averaged gradients are those of the mean of the ranks'
             losses. A loss that the model computes is one process's in any case.
@@ -77,14 +81,15 @@ def parallelize(
             blocks=blocks,
             method=method,
             layout=layout,
+            inputs=inputs,
             outputs=outputs,
             strict=strict,
             around=seen_by_views,
         )
     if method == "hybrid":
         raise ValueError(f'{where}: method is "hybrid"; expected another for an autoencoder, of rows')
-    if (layout, outputs) != ("even", "whole"):
-        raise ValueError(f"{where}: layout or outputs are given; expected neither for an autoencoder")
+    if inputs or (layout, outputs) != ("even", "whole"):
+        raise ValueError(f"{where}: layout, inputs or outputs are given; expected none for an autoencoder")
     if blocks is not None:
         raise ValueError(
             f"{where}: blocks is {blocks!r}; expected None for an autoencoder, or its decoder as the model"

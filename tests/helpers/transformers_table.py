@@ -48,7 +48,8 @@ The columns:
 - **shard**: whether [`spar.integrations.transformers.shard`](transformers.md) also runs the type, with
   the same loss. It is faster: each rank receives its tokens alone, and computes the loss of these.
 - **compiled**: whether [compiled blocks](any-model.md#compiled-models) are right, twice with other values, in
-  training, by the backend `aot_eager`, with experts by `batched_mm`. Partly: some blocks run eagerly.
+  training, by the backend `aot_eager`, with experts by `batched_mm`. Partly: some blocks run eagerly. By
+  `inductor` where `aot_eager` fails in one process, too, as on the gradient of `softplus` in torch 2.13.
 """
 
 

@@ -84,8 +84,8 @@ SIGNATURES = {
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=1, head_dim=2, "
     "return_lse=False",
-    "parallelize": "model, group=None, method=None, layout='even', outputs='whole', blocks=None, "
-    "strict=False",
+    "parallelize": "model, group=None, method=None, layout='even', inputs=(), "
+    "outputs='whole', blocks=None, strict=False",
     "unparallelize": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
     "by_state": "fn, tensors, layout, state, transition=None, values=None, decay=False, correct=None, "

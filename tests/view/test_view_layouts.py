@@ -170,14 +170,73 @@ def test_parts_as_outputs(ranks: Ranks, layout: str) -> None:
     ranks(3, check_parts, layout)
 
 
+def check_inputs(rank: int, world: int, group: Group, layout: str) -> None:
+    model, whole = Both(), Both()
+    spar.parallelize(model, group, layout=layout, inputs=["ids", "labels", "absent"], outputs="parts")
+    for tokens in (13, 7, 13):
+        of_rank = getattr(SequenceLayout, layout)(tokens, group)
+        own = [x[:, of_rank.index()] for x in batch(tokens)]
+        out, expected = model(own[0], labels=own[1]), whole(*batch(tokens))
+        close(out["loss"], expected["loss"])
+        close(out["logits"], expected["logits"][:, of_rank.index()])
+        assert own[0].shape[1] == of_rank.sizes[rank] and not hasattr(own[0], "_spar_shard")
+    out["loss"].backward()
+    expected["loss"].backward()
+    check_gradients(model, whole, group)
+    assert spar.testing.diagnose(model, lambda: model(*own)["loss"], show=False) is None
+
+
+@pytest.mark.parametrize("layout", ["even", "zigzag"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_as_inputs(ranks: Ranks, world: int, layout: str) -> None:
+    ranks(world, check_inputs, layout)
+
+
+class OfFeatures(Decoder):
+    """Gets features of tokens, and a text that is as long as a part of them."""
+
+    def forward(self, x: Tensor, text: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x, torch.arange(x.size(1))[:, None] / torch.tensor([1.0, 10.0]))
+        return x * text.mean(1, keepdim=True)
+
+
+def check_gradients_of_inputs(rank: int, world: int, group: Group) -> None:
+    model, whole = OfFeatures(), OfFeatures()
+    generator = torch.Generator().manual_seed(3)
+    x, text = (torch.randn(2, n, WIDTH, dtype=torch.float64, generator=generator) for n in (12, 12 // world))
+    layout = SequenceLayout.even(12, group)
+    spar.parallelize(model, group, layout=lambda batch: layout, inputs=["x"])
+    mine, every = [
+        (t.clone().requires_grad_(), text.clone().requires_grad_()) for t in (layout.shard(x, 1), x)
+    ]
+    found, expected = model(*mine), whole(*every)
+    close(found, expected)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert every[0].grad is not None and every[1].grad is not None and mine[0].grad is not None
+    close(mine[0].grad, layout.shard(every[0].grad, 1))
+    close(mine[1].grad, every[1].grad)
+    for wrong in (x[:, :5], x[0, 0], None):
+        with pytest.raises(ValueError, match=r"inputs= are|the ranks have \["):
+            model(wrong, text)
+    close(model(mine[0], text), expected)
+
+
+def test_gradients_of_parts_as_inputs(ranks: Ranks) -> None:
+    ranks(3, check_gradients_of_inputs)
+
+
 def check_errors(rank: int, world: int, group: Group) -> None:
     model = Decoder()
     for options, message in (
         ({"layout": "packed"}, r"layout is 'packed'; expected \"even\", \"zigzag\" or a function"),
         ({"outputs": "local"}, r"outputs is 'local'; expected \"whole\" or \"parts\""),
+        ({"inputs": "x"}, r"inputs is 'x'; expected names of the forward's arguments"),
         ({"layout": "zigzag", "method": "hybrid"}, r"method is \"hybrid\", whose layout is its own"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             spar.parallelize(model, group, **options)
     spar.parallelize(model, group, layout=lambda _: None)
     with pytest.raises(ValueError, match="the function layout= returned None; expected a SequenceLayout"):

@@ -195,3 +195,37 @@ def check_composable(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_composable_checkpoints_recompute_in_the_view(ranks: Ranks) -> None:
     ranks(2, check_composable)
+
+
+class Seeded(torch.nn.Module):
+    """Takes a seed of its own, as models do that run a layer again with the same dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Dropout(0.5)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        seed = torch.seed()
+        out = self.blocks[0](x)
+        torch.manual_seed(seed)
+        return out - self.blocks[0](x), seed
+
+
+def check_seeds(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    model = Seeded()
+    spar.parallelize(model, group, blocks=["blocks.0"])
+    torch.manual_seed(5)
+    seeds = []
+    for _ in range(2):
+        out, seed = model(torch.ones(2, 12, 6))
+        assert not out.any()
+        seeds.append(seed)
+    assert seeds[0] != seeds[1]
+    found = [None] * world
+    dist.all_gather_object(found, seeds, group=group)
+    assert found == [seeds] * world
+    assert torch.seed is not None and torch.random.seed is torch.seed
+
+
+def test_ranks_take_the_same_seed(ranks: Ranks) -> None:
+    ranks(2, check_seeds)
