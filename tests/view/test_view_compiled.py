@@ -11,21 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import compiled_blocks as blocks
-from helpers.compiled_blocks import BACKEND, Block, Compared, Net, inputs
+from helpers import compiled_blocks as blocks, compiled_containers as containers
+from helpers.compiled_blocks import BACKEND, Block, Compared, Net, compile_blocks, inputs, of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import spar
-from spar._view import backends
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
 Group = dist.ProcessGroup
-
-
-def of(kind: Any, net: Any = Net, **options: Any) -> Callable[[], nn.Module]:
-    return functools.partial(net, functools.partial(kind, **options))
 
 
 RIGHT = {
@@ -41,9 +36,9 @@ RIGHT = {
     "changes its argument": of(blocks.InPlace, blocks.InPlaceNet),
     "returns its argument": of(blocks.Returns, blocks.ReturningNet),
     "fills": of(blocks.Fills),
-    "dataclasses": of(blocks.OfDataclasses, blocks.DataclassNet),
-    "containers that others refer to": of(blocks.ChangesState, blocks.StateNet),
-    "a list that grows": of(blocks.Appends, blocks.AppendingNet),
+    "dataclasses": of(containers.OfDataclasses, containers.DataclassNet),
+    "containers that others refer to": of(containers.ChangesState, containers.StateNet),
+    "a list that grows": of(containers.Appends, containers.AppendingNet),
     "an autograd Function": of(blocks.Custom),
     "functions that run whole": of(blocks.RunsWhole),
     "pieces": of(blocks.Pieces),
@@ -59,7 +54,7 @@ EAGER = {
     "a branch on a value": (of(blocks.ByValue), "Data-dependent branching"),
     "keeps its argument": (of(blocks.KeepsInput, blocks.KeepingNet), "it keeps an argument"),
     "an attribute of an argument": (
-        of(blocks.Tagged, blocks.TaggedNet),
+        of(containers.Tagged, containers.TaggedNet),
         "an argument has the attribute gain",
     ),
     "a hook of a gradient": (of(blocks.HooksGradient), "the operator register_hook of parts"),
@@ -106,11 +101,6 @@ def test_what_cannot_be_compiled_runs_eagerly_for_a_reason(ranks: Ranks, name: s
 # ---- how users ask ----
 
 
-def compile_blocks(model: Any) -> None:
-    for block in model.blocks:
-        block.compile(backend=BACKEND, fullgraph=True)
-
-
 def check_ways(rank: int, world: int, group: Group) -> None:
     def wrapping() -> nn.Module:
         model: Any = Net()
@@ -140,6 +130,31 @@ def check_ways(rank: int, world: int, group: Group) -> None:
 
 def test_a_model_or_its_blocks_are_compiled_as_the_user_asks(ranks: Ranks) -> None:
     ranks(2, check_ways)
+
+
+def check_zigzag(rank: int, world: int, group: Group) -> None:
+    for method in ("ulysses", "ring"):
+        compared = Compared(of(Block, causal=True), group, layout="zigzag", method=method)
+        for seed in range(3):
+            compared.step(inputs(seed))
+        assert compared.graphs == 1 and not compared.report.eager, compared.report
+
+
+def test_zigzag_layouts_are_compiled(ranks: Ranks) -> None:
+    ranks(3, check_zigzag)
+
+
+def check_many(rank: int, world: int, group: Group) -> None:
+    """Dynamo stops tracing a function after some variants of it, of all models."""
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        compared = Compared(of(Block), group, keeps_graphs=True)
+        for seed in range(2):
+            compared.step(inputs(seed))
+        assert compared.graphs == 1 and not compared.report.eager, compared.report
+
+
+def test_many_models_of_a_process_are_compiled(ranks: Ranks) -> None:
+    ranks(2, check_many)
 
 
 def check_alone(rank: int, world: int, group: Group) -> None:
@@ -329,120 +344,6 @@ def check_images(rank: int, world: int, group: Group) -> None:
 
 def test_a_model_that_is_a_block_is_compiled_in_each_memory_order(ranks: Ranks) -> None:
     ranks(2, check_images)
-
-
-def check_lengths(rank: int, world: int, group: Group) -> None:
-    compared = Compared(of(Block), group)
-    most = torch._dynamo.config.recompile_limit
-    for total in range(8, 8 + most + 4):
-        compared.infer(inputs(0, total))
-    assert compared.graphs == most
-    assert compared.reasons == f"Block x2: its arguments are of more than {most} lengths or layouts"
-
-
-def test_many_lengths_are_not_compiled_for_ever(ranks: Ranks) -> None:
-    ranks(2, check_lengths)
-
-
-def check_few_tokens(rank: int, world: int, group: Group) -> None:
-    compared = Compared(of(Block), group)
-    for total in (3, 2, 1, 3):
-        compared.infer(inputs(0, total))
-    assert (
-        compared.graphs == 0
-        and compared.reasons == "Block x2: a rank has less than two tokens of an argument"
-    )
-
-
-def test_few_tokens_run_eagerly(ranks: Ranks) -> None:
-    ranks(2, check_few_tokens)
-
-
-# ---- ranks ----
-
-
-def check_one_fails(rank: int, world: int, group: Group) -> None:
-    def fails(self: Any, *rest: Any) -> Any:
-        raise RuntimeError("no compiler here")
-
-    own = backends.Backend.make
-    if rank == world - 1:
-        backends.Backend.make = fails  # type: ignore[method-assign]
-    try:
-        compared = Compared(of(Block), group)
-        for seed in range(3):
-            compared.step(inputs(seed))
-    finally:
-        backends.Backend.make = own  # type: ignore[method-assign]
-    expected = "no compiler here" if rank == world - 1 else "another rank could not compile it"
-    assert expected in compared.reasons, compared.reasons
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_cannot_compile_makes_all_run_eagerly(ranks: Ranks, world: int) -> None:
-    ranks(world, check_one_fails)
-
-
-def check_slow(rank: int, world: int, group: Group) -> None:
-    """A rank traces while the others wait for it: tracing must not need them."""
-    import time
-
-    own = backends.Backend.make
-
-    def slow(self: Any, *rest: Any) -> Any:
-        time.sleep(3.0 * rank)
-        return own(self, *rest)
-
-    backends.Backend.make = slow  # type: ignore[method-assign]
-    try:
-        compared = Compared(of(Block), group)
-        for seed in range(2):
-            compared.step(inputs(seed))
-    finally:
-        backends.Backend.make = own  # type: ignore[method-assign]
-    assert compared.graphs == 1
-
-
-def test_a_rank_traces_alone(ranks: Ranks) -> None:
-    ranks(2, check_slow)
-
-
-def check_fails_later(rank: int, world: int, group: Group) -> None:
-    compared = Compared(of(Block), group)
-    for seed in range(2):
-        compared.step(inputs(seed))
-
-    def fail(*_: Any) -> None:
-        raise ValueError("injected")
-
-    if rank == world - 1:
-        handle = compared.model.blocks[1].register_forward_pre_hook(fail)
-    with pytest.raises(ValueError if rank == world - 1 else spar.MismatchError, match="injected"):
-        compared.call(inputs())
-    if rank == world - 1:
-        handle.remove()
-    compared.step(inputs(5))
-    assert compared.graphs == 1 and not compared.reasons
-
-
-def test_an_error_on_one_rank_is_one_on_all_and_the_next_forward_is_right(ranks: Ranks) -> None:
-    ranks(2, check_fails_later)
-
-
-def check_off(rank: int, world: int, group: Group) -> None:
-    """Code that runs in torch.compile's place must not get hollow tensors."""
-    compared = Compared(of(Block), group, compile_blocks)
-    torch._dynamo.config.disable = True
-    try:
-        for seed in range(3):
-            compared.step(inputs(seed))
-    finally:
-        torch._dynamo.config.disable = False
-    assert "turned off" in compared.reasons and not compared.graphs
-
-
-def test_a_compiler_that_is_turned_off_leaves_blocks_eager(ranks: Ranks) -> None:
-    ranks(2, check_off)
 
 
 def check_wrapped(rank: int, world: int, group: Group) -> None:
