@@ -102,7 +102,7 @@ PARTS = (
     Part(
         "view",
         "A model that is not changed",
-        "Wan of diffusers in a view, by a plan and in one process; the host's time for a torch function.",
+        "Wan of diffusers in a view and in one process, eager and compiled; the host's time of small layers.",
         2,
         ("benchmarks/view.py",),
         runs=3,

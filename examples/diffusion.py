@@ -27,7 +27,6 @@ from diffusers import (
 from torch import Tensor, nn
 
 import spar
-from spar import parallelize
 
 TOLERANCE = 1e-4  # relative, of losses, weights and the clip in float32
 FRAMES, HEIGHT, WIDTH = 5, 10, 14  # of the latents: 5 x 5 x 7 = 175 tokens, which no number of ranks divides
@@ -175,11 +174,11 @@ def main() -> int:
     torch.set_num_threads(1)
 
     model = make_model()
-    parallelize(model)
+    spar.parallelize(model)
     sharded = run(args, model, nn.parallel.DistributedDataParallel(model))
 
     hunyuan = make_hunyuan()
-    report = parallelize(hunyuan)  # filled by the first forward
+    report = spar.parallelize(hunyuan)  # filled by the first forward
     output, gradients = trained_once(hunyuan, world)
 
     agrees = torch.ones(1)

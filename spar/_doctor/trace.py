@@ -40,7 +40,7 @@ _PASSING = (
     *(_TORCH, contextlib.__file__, functools.__file__, typing_extensions.__file__, "<"),
     os.path.join(_SPAR, "_doctor", ""),
     os.path.join(_SPAR, "_view", "model.py"),
-    os.path.join(_SPAR, "_view", "outside.py"),
+    os.path.join(_SPAR, "_view", "patches.py"),
 )
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "functional.py")
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__code__

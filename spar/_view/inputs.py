@@ -26,7 +26,9 @@ class GivenParts:
         self.names, self.positional = frozenset(names), positional
 
     def mark(self, parts: Parts, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments, with those marked that are parts. Collective, unless the layout is given.
+        """Return the arguments, with those marked that are parts: fewer tokens than ranks become whole.
+
+        Collective, unless the layout is given.
 
         Raises:
             ValueError: an argument is no tensor `[B, S_local, ...]`, or the ranks' numbers of tokens are not
@@ -46,7 +48,9 @@ class GivenParts:
         part = _part(parts, next(iter(sizes.values())))
 
         def marked(name: str, x: Any) -> Any:
-            return _marked(x, part) if name in given else x
+            if name not in given:
+                return x
+            return _marked(x, part) if part.tokens >= parts.world else parts.gather(_marked(x, part))
 
         # Arguments of *args behind the named ones stay.
         names = [*self.positional, *[""] * len(args)]

@@ -180,10 +180,11 @@ class _Sharded:
             return
         layout = self.layout_of(batch)
         own = self.view.parts
-        if not isinstance(layout, SequenceLayout) or layout.group is not own.group:
+        is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid"
+        if not is_known or layout.group is not own.group:
             raise ValueError(
                 f"a sharded model's forward on rank {own.rank} of {own.world}: the function layout= returned "
-                f"{layout!r:.200}; expected a SequenceLayout of the model's group"
+                f"{layout!r:.200}; expected a SequenceLayout of the model's group, none of ring x ulysses"
             )
         key = layout.kind, layout.numbers
         if key not in self._laid_out:

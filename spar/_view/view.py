@@ -126,9 +126,9 @@ class View(Mode, TorchFunctionMode):
 
     def _returned(self, x: Tensor) -> Tensor:
         part = part_of(x)
-        is_kept = self.returns_parts and part is not None and part is part.plain and not part.is_uneven
-        # Another tensor, as a cache may hold this one.
-        return mark(x.view_as(x), None) if is_kept else self.parts.gather(x)
+        if self.returns_parts and part is not None and part.dim == 1 and part is part.plain.even:
+            return mark(x.view_as(x), None)  # another tensor, as a cache may hold this one
+        return self.parts.gather(x)
 
     # ---- the mode ----
 

@@ -48,9 +48,9 @@ def parallelize(
         inputs: names of arguments of forward that are this rank's tokens, `[B, S_local, ...]`, in the order
             of the layout; all others are whole. Ranks exchange their numbers of tokens, unless `layout` is a
             function, of these arguments.
-        outputs: "whole"; or "parts": what the model returns of a sequence is this rank's tokens of
-            it, such as logits `[B, S_local, V]`, and averaged gradients are those of the mean of the ranks'
-            losses. A loss that the model computes is one process's in any case.
+        outputs: "whole"; or "parts": what the model returns of a sequence `[B, S, ...]` is this rank's
+            tokens of it, such as logits `[B, S_local, V]`, and averaged gradients are those of the mean of
+            the ranks' losses. A loss that the model computes is one process's in any case.
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
             receives, if it is whole. "": the model, such as one of convolutions, of whose images
             `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each

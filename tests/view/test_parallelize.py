@@ -90,7 +90,7 @@ def batch(tokens: int = 13) -> tuple[Tensor, Tensor]:
 
 
 def close(found: Tensor, expected: Tensor, limit: float = 1e-10) -> None:
-    assert found.shape == expected.shape
+    assert found.shape == expected.shape, (found.shape, expected.shape)
     assert (found - expected).abs().max() <= limit * expected.abs().max().clamp(min=1e-3)
 
 
