@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _disabled_torch_dispatch_impl, _disabled_torch_function_impl
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
@@ -156,3 +157,13 @@ def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part) -> None
         raise view.error(name, "is over ranks that share a sequence", "take a mesh of other ranks")
     if any(divides(placement, part.dim) for placement in placements):
         raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", _ADVICE)
+
+
+def wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor that a transform of torch.func wraps, which loses its attributes, is a part."""
+    for x in tensors_in(args, kwargs):
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        if part_of(x) is not None:
+            return True
+    return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .._C import Mode, mark_results, replaced
@@ -156,7 +156,7 @@ class View(Mode, TorchFunctionMode):
                 "would have gradients of this rank's tokens alone",
                 "compute them outside of the model, and average them over the ranks",
             )
-        if maybe_current_level() is not None and (sharded or _wraps_part(args, kwargs)):
+        if maybe_current_level() is not None and (sharded or subclasses.wraps_part(args, kwargs)):
             raise self.error(function.name, "is in a torch.func transform of a part", AS_WHOLE)
         for number in states_of(kwargs) if key is None else ():
             self._fold(TORCH, number)
@@ -446,13 +446,3 @@ class _Left:
 def without_view() -> _Left:
     """Leave the innermost view, and the modes that were entered in it, in a `with` statement."""
     return _Left()
-
-
-def _wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor that a transform of torch.func wraps, which loses its attributes, is a part."""
-    for x in tensors_in(args, kwargs):
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-        if part_of(x) is not None:
-            return True
-    return False
