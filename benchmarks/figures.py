@@ -104,7 +104,7 @@ PARTS = (
         "A model that is not changed",
         "Wan of diffusers in a view and in one process, eager and compiled; the host's time of small layers.",
         2,
-        ("benchmarks/view.py",),
+        ("benchmarks/view.py", "--turns", "15"),
         runs=3,
     ),
     Part(
