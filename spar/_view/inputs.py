@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops.gather import all_gather
 from .nested import changed
-from .part import Part, Parts, mark, part_of
+from .part import Part, Parts, mark, part_of, whole_shape
 
 _DIM = 1  # [B, S_local, ...]
 
@@ -66,16 +66,12 @@ class GivenParts:
 
 def compared(named: dict[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of a forward's arguments: of parts the whole shape, not the values."""
-
-    def described(x: Any) -> Any:
-        part = part_of(x)
-        return x if part is None else f"a part of {part.shard(x.shape).shape}"
-
-    return {name: described(x) for name, x in named.items()}
+    return {name: x if part_of(x) is None else whole_shape(x) for name, x in named.items()}
 
 
 def _marked(x: Tensor, part: Part) -> Tensor:
-    own = x.view_as(x)  # the caller's tensor stays what it is
+    # The caller's tensor stays what it is. Models may view a whole tensor, which has no gaps.
+    own = x.view_as(x) if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     if own.requires_grad:  # gradients of parts are those of the sum of all ranks' losses
         own.register_hook(_share_of(part.parts.world))
     return mark(own, part)

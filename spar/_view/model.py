@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -36,7 +37,7 @@ from .images import shard_rows
 from .inputs import GivenParts, compared
 from .nested import tensors_in
 from .part import Parts, part_of, placement
-from .patches import enter_inputs, intercepted, reentered
+from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .tracing import is_traced
@@ -147,7 +148,8 @@ class _Sharded:
         layout_of: LayoutOf | None,
         inputs: Sequence[str],
     ) -> None:
-        self.model, self.view, self.layout_of, self.inputs = model, view, layout_of, inputs
+        self.model, self.view, self.inputs = model, view, inputs
+        self._layout_of = _Uncopied(layout_of)
         self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = CompiledBlocks(view)
@@ -176,9 +178,9 @@ class _Sharded:
 
     def lay_out(self, batch: dict[str, Any]) -> None:
         """Let the sequences of a forward lie as the user's function says, if there is one."""
-        if self.layout_of is None:
+        if self._layout_of.value is None:
             return
-        layout = self.layout_of(batch)
+        layout = self._layout_of.value(batch)
         own = self.view.parts
         is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid"
         if not is_known or layout.group is not own.group:
@@ -217,6 +219,16 @@ class _Sharded:
     @property
     def is_running(self) -> bool:
         return current_view() is self.view
+
+
+class _Uncopied:
+    """Something of the user's, which copies of a model share, as it may hold a process group."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: object) -> _Uncopied:
+        return self
 
 
 def _is_within(own: Any, forward: Any) -> bool:
@@ -306,6 +318,14 @@ class _ModelForward(_Forward):
         self.names = tuple([name for name, parameter in found if parameter.kind in kinds])
         self.given = GivenParts(self.sharded.inputs, self.names)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModelForward:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickles(self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks.
 
@@ -330,8 +350,9 @@ class _ModelForward(_Forward):
             view.backend_of = functools.partial(backend_of, None if asked is None else _backends[asked])
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
+                device = view.parts.device = _device_of(sharded.model)
                 sharded.lay_out(self._named(args, kwargs))
-                view.parts.device = _device_of(sharded.model)
+                view.parts.device = device
                 args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:

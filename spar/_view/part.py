@@ -321,6 +321,8 @@ class Parts:
         part = part_of(x)
         if part is None:
             return x
+        if part.parts is not self:  # of a forward with another layout
+            return part.parts.gather(x)
         rows = part.rows
         if dtensors.is_distributed(x):
             return dtensors.gathered(x, part.dim, lambda local: self.gather(mark(local, part)))

@@ -69,31 +69,12 @@ def intercepted(view: View) -> Iterator[None]:
     with _lock:
         _entered += 1
         if _entered == 1:
-            _replace(_APPLYING, "apply", classmethod(_apply))
-            _replace(FunctionMeta, "__getattribute__", _attribute)
-            own = torch.nn.Parameter.__dict__["__new__"].__func__
-            _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
-            collectives.install()
-            subclasses.install(current_view)
-            _replace(Tensor, "_make_subclass", subclasses.make_subclass(current_view))
-            for owner, name, value in threads.replacements():
-                _replace(owner, name, value)
-            _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
-            for module in (torch.nn.functional, torch.functional, torch._tensor):
-                _replace(module, "handle_torch_function", handle_torch_function)
-            for owner in (torch, torch.random):
-                _replace(owner, "seed", _seed)
-            for owner, name, advice in _UNSEEN:
-                _replace(owner, name, _unseen(getattr(owner, name), name, advice))
-            for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-                _replace(kind, "__call__", _scripted(kind.__call__))
-            flex = sys.modules.get("torch.nn.attention.flex_attention")
-            if flex is not None:
-                _restore.enter_context(redirected(flex.flex_attention, intercepting))
-                _restore.enter_context(redirected(flex.create_block_mask, making_masks))
-            _restore.enter_context(view.around())
-            if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
-                _restore.enter_context(torch.compiler.set_stance("force_eager"))
+            try:
+                _install(view)
+            except BaseException:
+                _entered = 0
+                _restore.close()
+                raise
     try:
         yield
     finally:
@@ -101,6 +82,34 @@ def intercepted(view: View) -> Iterator[None]:
             _entered -= 1
             if _entered == 0:
                 _restore.close()
+
+
+def _install(view: View) -> None:
+    _replace(_APPLYING, "apply", classmethod(_apply))
+    _replace(FunctionMeta, "__getattribute__", _attribute)
+    own = torch.nn.Parameter.__dict__["__new__"].__func__
+    _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
+    collectives.install()
+    subclasses.install(current_view)
+    _replace(Tensor, "_make_subclass", subclasses.make_subclass(current_view))
+    for owner, name, value in threads.replacements():
+        _replace(owner, name, value)
+    _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
+    for module in (torch.nn.functional, torch.functional, torch._tensor):
+        _replace(module, "handle_torch_function", handle_torch_function)
+    for owner in (torch, torch.random):
+        _replace(owner, "seed", _seed)
+    for owner, name, advice in _UNSEEN:
+        _replace(owner, name, _unseen(getattr(owner, name), name, advice))
+    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        _replace(kind, "__call__", _scripted(kind.__call__))
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None:
+        _restore.enter_context(redirected(flex.flex_attention, intercepting))
+        _restore.enter_context(redirected(flex.create_block_mask, making_masks))
+    _restore.enter_context(view.around())
+    if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
+        _restore.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def enter_inputs(view: View, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -336,11 +345,11 @@ def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _refuse(view: View) -> Any:
+def refuse_pickles(_: Any) -> Any:
     raise TypeError(
         "cannot pickle a sharded model, or a cache that it made: they belong to this process's group; save "
         "model.state_dict(), or call spar.unparallelize(model) first"
     )
 
 
-copyreg.pickle(View, _refuse)
+copyreg.pickle(View, refuse_pickles)

@@ -46,8 +46,8 @@ def parallelize(
             of `group` for sequences of its length, such as a balanced one of packed documents. Its documents
             are ignored: the model's mask says what attends to what.
         inputs: names of arguments of forward that are this rank's tokens, `[B, S_local, ...]`, in the order
-            of the layout; all others are whole. Ranks exchange their numbers of tokens, unless `layout` is a
-            function, of these arguments.
+            of the layout; all others are whole. Ranks exchange their numbers of tokens before each forward,
+            but not if `layout` is a function, which then receives these arguments.
         outputs: "whole"; or "parts": what the model returns of a sequence `[B, S, ...]` is this rank's
             tokens of it, such as logits `[B, S_local, V]`, and averaged gradients are those of the mean of
             the ranks' losses. A loss that the model computes is one process's in any case.

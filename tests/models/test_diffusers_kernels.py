@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from helpers.processes import finish, start
 from torch import Tensor, nn
 
 import spar
+from spar.integrations._diffusers.kernels import kernels_of_parts
 from spar.parallel_state import init_parallel_state
 
 pytestmark = pytest.mark.one_transport
@@ -286,3 +288,9 @@ def check_hybrid(rank: int, folder: Path) -> None:
 
 def test_kernels_over_hybrid_layouts(tmp_path: Path) -> None:
     assert finish(start(check_hybrid, 4, tmp_path), 200) == [0] * 4
+
+
+def test_another_version_of_the_dispatcher_is_left_alone() -> None:
+    """It may be imported beside a model that is not of diffusers."""
+    with kernels_of_parts(SimpleNamespace()):
+        pass

@@ -23,7 +23,8 @@ def test_gradients_are_compared(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tokens", "61", "--models", "Llama"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{TESTS}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    rows = [line.split(" | ")[:2] for line in done.stdout.splitlines() if line.startswith("| shard")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("| parallelize", "| shard"))]
+    rows = [line.split(" | ")[:2] for line in lines]
     wrong = [line.partition(": Entry")[0] for line in done.stdout.splitlines() if "**wrong**" in line]
     assert rows == [["| parallelize", "Llama"], ["| shard", "Llama"]], done.stdout + done.stderr
     assert wrong == ["**wrong**: shard of Llama"] and done.returncode == 1, done.stdout + done.stderr

@@ -45,11 +45,11 @@ def t5() -> Any:
 MAKERS: list[Callable[[], Any]] = [llama, gemma3, t5]
 
 
-def pair(make: Callable[[], Any], group: Group) -> tuple[Any, Any]:
+def pair(make: Callable[[], Any], group: Group, layout: str = "even") -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = make().double().eval()
     whole = copy.deepcopy(model)
-    spar.parallelize(model, group)
+    spar.parallelize(model, group, layout=layout)
     return model, whole
 
 
@@ -62,8 +62,8 @@ def prompt() -> dict[str, Tensor]:
 
 
 def check_generate(rank: int, world: int, group: Group) -> None:
-    for make in MAKERS:
-        model, whole = pair(make, group)
+    for make, layout in (*[(make, "even") for make in MAKERS], (llama, "zigzag")):
+        model, whole = pair(make, group, layout)
         for sample in (False, True):
             found = []
             for each in (model, whole):

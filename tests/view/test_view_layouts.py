@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from itertools import accumulate
 from typing import Any
 
@@ -227,6 +229,75 @@ def check_gradients_of_inputs(rank: int, world: int, group: Group) -> None:
 
 def test_gradients_of_parts_as_inputs(ranks: Ranks) -> None:
     ranks(3, check_gradients_of_inputs)
+
+
+class Joined(nn.Module):
+    """Returns a text and its image in one sequence, and targets that it views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, text: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.blocks[0](x)
+        return torch.cat([self.blocks[0](text), found], 1), found, ids.view(-1).sum()
+
+
+def check_joined(rank: int, world: int, group: Group) -> None:
+    """What is no part of one sequence is whole. A rank's tokens may have gaps in memory."""
+    torch.manual_seed(0)
+    model = Joined()
+    whole = copy.deepcopy(model)
+    layout = SequenceLayout.even(12, group)
+    spar.parallelize(model, group, inputs=["ids"], outputs="parts")
+    x, text, ids = torch.randn(2, 12, WIDTH), torch.randn(2, 7, WIDTH), torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        found, expected = model(x, text, layout.shard(ids, 1)), whole(x, text, ids)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], layout.shard(expected[1], 1))
+    assert found[2] == expected[2]
+
+
+def test_joined_sequences_are_whole(ranks: Ranks) -> None:
+    ranks(2, check_joined)
+
+
+def check_disagreement(rank: int, world: int, group: Group) -> None:
+    """Each rank's tokens are those of its own layout: the whole shapes differ."""
+    model = Decoder()
+
+    def layout(inputs: dict[str, Any]) -> SequenceLayout:
+        return SequenceLayout.even(world * inputs["ids"].size(1), group)
+
+    spar.parallelize(model, group, layout=layout, inputs=["ids"])
+    with pytest.raises(ValueError, match=r"ids\[1\] 12 on rank 1"):
+        model(torch.ones(2, 4 + 2 * rank, dtype=torch.int64))
+    model(torch.ones(2, 4, dtype=torch.int64))
+
+
+def test_layouts_of_other_lengths_are_refused(ranks: Ranks) -> None:
+    ranks(2, check_disagreement)
+
+
+def laid_out(inputs: dict[str, Any], group: Group) -> SequenceLayout:
+    return SequenceLayout.zigzag(inputs["ids"].size(1), group)
+
+
+def check_copies(rank: int, world: int, group: Group) -> None:
+    model, whole = Decoder(), Decoder()
+    spar.parallelize(model, group, layout=functools.partial(laid_out, group=group))
+    copied = copy.deepcopy(model)
+    ids, _ = batch(13)
+    expected = whole(ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    close(copied(ids), expected)
+    assert not model(ids).any()
+
+
+def test_a_copy_has_the_layout(ranks: Ranks) -> None:
+    ranks(2, check_copies)
 
 
 def check_errors(rank: int, world: int, group: Group) -> None:

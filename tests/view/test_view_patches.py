@@ -229,3 +229,26 @@ def check_seeds(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def test_ranks_take_the_same_seed(ranks: Ranks) -> None:
     ranks(2, check_seeds)
+
+
+def check_failed_patches(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """What a library's patch raises leaves nothing replaced."""
+    model = Seeded()
+    spar.parallelize(model, group, blocks=["blocks.0"])
+    view = vars(model)["_spar_view"].view
+    own = torch.seed, torch.autograd.Function.apply
+    around, view.around = view.around, failing
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 12, 6))
+    assert (torch.seed, torch.autograd.Function.apply) == own
+    view.around = around
+    torch.manual_seed(5)
+    model(torch.ones(2, 12, 6))
+
+
+def failing() -> Any:
+    return 1 / 0
+
+
+def test_patches_that_fail_are_undone(ranks: Ranks) -> None:
+    ranks(2, check_failed_patches)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How spar.integrations.diffusers shards a model: plans, sequences, attention."""
+"""What spar knows of diffusers: its models, its kernels, and the names that it uses."""
