@@ -79,6 +79,7 @@ def sharded(
         raise ValueError(f"{where}: layout is {layout!r:.200}; expected {expected}")
     if outputs not in ("whole", "parts"):
         raise ValueError(f'{where}: outputs is {outputs!r:.200}; expected "whole" or "parts"')
+    inputs = inputs if isinstance(inputs, str) else tuple(inputs)
     if isinstance(inputs, str) or not all(isinstance(name, str) for name in inputs):
         raise TypeError(f"{where}: inputs is {inputs!r:.200}; expected names of the forward's arguments")
     if method == "hybrid" and layout != "even":
@@ -149,7 +150,7 @@ class _Sharded:
         inputs: Sequence[str],
     ) -> None:
         self.model, self.view, self.inputs = model, view, inputs
-        self._layout_of = _Uncopied(layout_of)
+        self.layout_of = None if layout_of is None else _Uncopied(layout_of)
         self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = CompiledBlocks(view)
@@ -177,10 +178,9 @@ class _Sharded:
         self.forwards.append((module, before, now))
 
     def lay_out(self, batch: dict[str, Any]) -> None:
-        """Let the sequences of a forward lie as the user's function says, if there is one."""
-        if self._layout_of.value is None:
-            return
-        layout = self._layout_of.value(batch)
+        """Let the sequences of a forward lie as the user's function says."""
+        assert self.layout_of is not None
+        layout = self.layout_of.value(batch)
         own = self.view.parts
         is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid"
         if not is_known or layout.group is not own.group:
@@ -334,7 +334,8 @@ class _ModelForward(_Forward):
         sharded = self.sharded
         if sharded.is_alone or sharded.is_whole:
             if sharded.inputs and not sharded.is_alone:
-                sharded.lay_out(self._named(args, kwargs))
+                if sharded.layout_of is not None:
+                    sharded.lay_out(self._named(args, kwargs))
                 args, kwargs = self.given.gather(sharded.view.parts, args, kwargs)
             return self.own(*args, **kwargs)
         asked = _asked() if is_dynamo_compiling() else None
@@ -351,8 +352,9 @@ class _ModelForward(_Forward):
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 device = view.parts.device = _device_of(sharded.model)
-                sharded.lay_out(self._named(args, kwargs))
-                view.parts.device = device
+                if sharded.layout_of is not None:
+                    sharded.lay_out(self._named(args, kwargs))
+                    view.parts.device = device
                 args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:

@@ -112,6 +112,11 @@ class Part:
         return self.outer == self.inner == 1 and not self.is_padded
 
     @property
+    def is_sequence(self) -> bool:
+        """Whether the dim has the tokens of one sequence, which lies as its layout says."""
+        return self.is_plain and len(self.lengths) == 1 and not self.is_uneven
+
+    @property
     def is_uneven(self) -> bool:
         return isinstance(self.lengths[0], Uneven) if self.lengths else False
 

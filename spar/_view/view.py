@@ -126,10 +126,8 @@ class View(Mode, TorchFunctionMode):
 
     def _returned(self, x: Tensor) -> Tensor:
         part = part_of(x)
-        if self.returns_parts and part is not None and part.dim == 1:
-            is_one = len(part.lengths) == 1 and part.is_plain and not part.is_uneven
-            if is_one:
-                return mark(x.view_as(x), None)  # another tensor, as a cache may hold this one
+        if self.returns_parts and part is not None and part.dim == 1 and part.is_sequence:
+            return mark(x.view_as(x), None)  # another tensor, as a cache may hold this one
         return self.parts.gather(x)
 
     # ---- the mode ----
@@ -272,11 +270,7 @@ class View(Mode, TorchFunctionMode):
             raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
         call = FunctionCall(self.parts, name, func, args, kwargs)
         if any((part := part_of(x)) is not None and part.parts is not self.parts for x in call.tensors):
-            raise self.error(
-                name,
-                "has a part of another view, or of a forward with another layout",
-                "gather it in that one",
-            )
+            raise self.error(name, "has a part of another view or layout", "gather it in its own forward")
         if subclasses.computes(call.tensors):
             return None
         found = rule_of(name)

@@ -360,6 +360,11 @@ def compile_blocks(model: Any) -> None:
         block.compile(backend=BACKEND, fullgraph=True)
 
 
+def graphs_of(model: nn.Module) -> int:
+    """Return how many graphs were made of the blocks of a parallelized model."""
+    return sum(kind.graphs for kind in vars(model)["_spar_view"].compiled.kinds.values())
+
+
 class Compared:
     """A sharded model whose blocks are compiled, and its copy in one process."""
 
@@ -385,7 +390,7 @@ class Compared:
 
     @property
     def graphs(self) -> int:
-        return sum(kind.graphs for kind in vars(self.model)["_spar_view"].compiled.kinds.values())
+        return graphs_of(self.model)
 
     @property
     def reasons(self) -> str:

@@ -19,6 +19,7 @@ from spar import parallelize, unparallelize
 from spar._view.report import Report
 
 from .averages import gradients
+from .compiled_blocks import graphs_of
 from .diffusion_case import Case, Draw, Inputs
 from .diffusion_images import IMAGES
 from .diffusion_sequences import SEQUENCES
@@ -164,8 +165,7 @@ def _compiled(
         return f"error: {type(error).__name__}: {error}"
     if not report.eager:
         return "yes"
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return f"{'partly' if graphs else 'no'}: " + "; ".join(map(str, report.eager))
+    return f"{'partly' if graphs_of(model) else 'no'}: " + "; ".join(map(str, report.eager))
 
 
 def check_class(group: dist.ProcessGroup, name: str, compiled: bool) -> Outcome:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import spar
 
 from .averages import averaged
+from .compiled_blocks import graphs_of
 from .transformers_types import PADDING, Unbuilt, batch, build, configs
 
 TOLERANCE, WORLD, LIMIT = 1e-4, 2, 180
@@ -199,8 +200,7 @@ def compiles(model: Any, report: Any, runs: Any, group: Group, backend: str = "a
         return f"crash: {_told(error)}"
     if not report.eager:
         return "yes"
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return f"{'partly' if graphs else 'no'}: " + "; ".join(map(str, report.eager))
+    return f"{'partly' if graphs_of(model) else 'no'}: " + "; ".join(map(str, report.eager))
 
 
 def accepts(model: Any, inputs: dict[str, Tensor], loss: Tensor, group: Group) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,18 +51,17 @@ def test_few_tokens_run_eagerly(ranks: Ranks) -> None:
 
 
 def check_one_fails(rank: int, world: int, group: Group) -> None:
-    def fails(self: Any, *rest: Any) -> Any:
-        raise RuntimeError("no compiler here")
-
     own = backends.Backend.make
-    if rank == world - 1:
-        backends.Backend.make = fails  # type: ignore[method-assign]
-    try:
+
+    def make(self: Any, *rest: Any) -> Any:
+        if rank == world - 1:
+            raise RuntimeError("no compiler here")
+        return own(self, *rest)
+
+    with mock.patch.object(backends.Backend, "make", make):
         compared = Compared(of(Block), group)
         for seed in range(3):
             compared.step(inputs(seed))
-    finally:
-        backends.Backend.make = own  # type: ignore[method-assign]
     expected = "no compiler here" if rank == world - 1 else "another rank could not compile it"
     assert expected in compared.reasons, compared.reasons
 
@@ -72,21 +73,16 @@ def test_a_rank_that_cannot_compile_makes_all_run_eagerly(ranks: Ranks, world: i
 
 def check_slow(rank: int, world: int, group: Group) -> None:
     """A rank traces while the others wait for it: tracing must not need them."""
-    import time
-
     own = backends.Backend.make
 
     def slow(self: Any, *rest: Any) -> Any:
         time.sleep(3.0 * rank)
         return own(self, *rest)
 
-    backends.Backend.make = slow  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(backends.Backend, "make", slow):
         compared = Compared(of(Block), group)
         for seed in range(2):
             compared.step(inputs(seed))
-    finally:
-        backends.Backend.make = own  # type: ignore[method-assign]
     assert compared.graphs == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from itertools import accumulate
 from typing import Any
 
@@ -277,6 +278,31 @@ def check_disagreement(rank: int, world: int, group: Group) -> None:
 
 def test_layouts_of_other_lengths_are_refused(ranks: Ranks) -> None:
     ranks(2, check_disagreement)
+
+
+def check_one_fails(rank: int, world: int, group: Group) -> None:
+    """A rank fails alone before anything is exchanged: all raise at once, and go on with the next forward."""
+
+    def layout(inputs: dict[str, Any]) -> SequenceLayout:
+        if inputs["ids"].size(0) == 3:
+            raise ZeroDivisionError
+        return SequenceLayout.even(4 * world, group)
+
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    for options in ({"inputs": ["ids"]}, {"inputs": ["ids"], "layout": layout}):
+        model = Decoder()
+        spar.parallelize(model, group, **options)  # type: ignore[arg-type]
+        for wrong in (ids[0], ids[:, :2], ids.new_ones(3, 4)):  # the first forward, and later ones
+            with pytest.raises(Exception) as info:
+                model(wrong if rank == world - 1 else ids)
+            if rank != world - 1:
+                assert isinstance(info.value, (ValueError, spar.MismatchError)), info.value
+                assert re.search(r"rank 2|the ranks have \[4, 4, 2\]", str(info.value)), info.value
+            model(ids)
+
+
+def test_a_rank_that_fails_alone_is_reported_to_all(ranks: Ranks) -> None:
+    ranks(3, check_one_fails, timeout=60)
 
 
 def laid_out(inputs: dict[str, Any], group: Group) -> SequenceLayout:
