@@ -257,7 +257,7 @@ def test_generators_may_differ_if_nothing_is_dropped(ranks: Ranks) -> None:
 def check_other_group(rank: int, world: int, group: Group) -> None:
     place = place_of(group)
     other = Parts(group, place.world, place.rank)
-    with pytest.raises(RuntimeError, match="has a part of another view's"):
+    with pytest.raises(RuntimeError, match="has a part of another view or layout"):
         viewed(group, lambda view, x: mark(torch.ones(2, 6, 6), other.part(1, (12,))).sum(1).cumsum(1) + x)
 
 
