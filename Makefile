@@ -38,7 +38,7 @@ help:
 	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
-	@echo 'make models-table  run every type of transformers by shard_model, and write docs/models.md (ARGS=--help)'
+	@echo 'make models-table  run every type of transformers by spar.parallelize, and write docs/models.md (ARGS=--help)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
 	@echo 'make test-asan  run the tests with the C extension under AddressSanitizer (ARGS= selects tests)'
 	@echo 'make fuzz    fuzz the planner, the mailbox, the messages between hosts and the set-up (SECONDS=60; needs clang)'

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check small models of transformers between GPUs: python benchmarks/gpu_models.py [--data FILE].
 
-Losses and gradients of `spar.parallelize`, and of `spar.integrations.transformers.shard`, against one process
-in float32, over the transport that spar chooses. Needs transformers. Starts a rank for each GPU, or two on
-one. A model that this transformers does not have is left out.
+Losses and gradients of `spar.parallelize` against one process in float32, over the transport that spar
+chooses. Needs transformers. Starts a rank for each GPU, or two on one. Leaves out a model that this
+transformers does not have.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import gpu_ranks
 import torch
@@ -27,57 +26,37 @@ import spar
 LIMIT_S = 60  # of an exchange
 TOLERANCE = 1e-4  # of a tensor's largest element; kernels of GPUs sum in an order that depends on the size
 TOKENS = 301
-OF_VIEWS = ("Llama", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Bloom", "mamba2", "qwen3_next", "bamba")
-OF_SHARDS = ("Llama", "Mistral", "Qwen3Moe", "GptOss", "qwen3_next", "bamba", "falcon_h1", "nemotron_h")
+MODELS = ["Llama", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Bloom", "mamba2", "qwen3_next", "bamba"]
+MODELS += ["falcon_h1", "nemotron_h"]
 
 
-class Case(NamedTuple):
-    way: str
-    name: str
-    make: Callable[[], Any]
-    shard: Callable[[Any, Any], Any]
-    reduce: str  # of gradients over the ranks
+def maker(name: str, device: torch.device) -> Callable[[], Any]:
+    from helpers import hybrid_models, llms  # type: ignore[import-not-found]
+
+    if name in hybrid_models.TYPES:
+        make = hybrid_models.maker(name)
+    else:
+        make = llms.maker(name, **({"num_local_experts": 4} | llms.MIXED if name == "GptOss" else {}))
+    return lambda: make().to(device)
 
 
-def by_view(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def parallelized(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     spar.parallelize(model)
     return batch
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    from helpers import hybrid_models, llms  # type: ignore[import-not-found]
-
-    def maker(name: str) -> Callable[[], Any]:
-        if name in hybrid_models.TYPES:
-            make = hybrid_models.maker(name)
-        else:
-            make = llms.maker(name, **({"num_local_experts": 4} | llms.MIXED if name == "GptOss" else {}))
-        return lambda: make().to(device)
-
-    for name in OF_VIEWS:
-        yield Case("parallelize", name, maker(name), by_view, "mean")
-    for name in OF_SHARDS:
-        yield Case("shard", name, maker(name), llms.sharding(dist.group.WORLD), "sum")
-
-
-def check(case: Case, batch: dict[str, Tensor], report: Report) -> None:
-    compare = functools.partial(spar.testing.compare, show=False, reduce=case.reduce)
+def check(name: str, device: torch.device, batch: dict[str, Tensor], report: Report) -> None:
     try:
-        found = compare(case.make, batch, case.shard)
+        found = spar.testing.compare(maker(name, device), batch, parallelized, show=False, reduce="mean")
     except AttributeError as error:  # all ranks have the same transformers
         if "has no attribute" not in str(error) or "module transformers" not in str(error):
             raise
-        report.row(case.way, case.name, "not in this transformers", "")
+        report.row(name, "not in this transformers", "")
         return
     real = [each for each in found.entries if each.reference_norm > 1e-6 or each.max_abs_error > 1e-6]
     worst = max(real, key=lambda each: each.max_rel_error if each.max_rel_error >= 0 else float("inf"))
-    report.expect(worst.max_rel_error < TOLERANCE, f"{case.way} of {case.name}: {worst}")
-    report.row(
-        case.way,
-        case.name,
-        f"{found.entries[0].max_rel_error:.0e}",
-        f"{worst.max_rel_error:.0e} ({worst.name})",
-    )
+    report.expect(worst.max_rel_error < TOLERANCE, f"{name}: {worst}")
+    report.row(name, f"{found.entries[0].max_rel_error:.0e}", f"{worst.max_rel_error:.0e} ({worst.name})")
 
 
 def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
@@ -94,10 +73,10 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     report.say(
         f"{world} ranks, {options.tokens} tokens, transformers {transformers.__version__}, {transport}."
     )
-    report.table("by", "model", "error of the loss", "largest error of a tensor, of its largest element")
-    for case in cases(device):
-        if case.name in (options.models or [case.name]):
-            check(case, batch, report)
+    report.table("model", "error of the loss", "largest error of a tensor, of its largest element")
+    for name in MODELS:
+        if name in (options.models or MODELS):
+            check(name, device, batch, report)
     dist.barrier()
     dist.destroy_process_group()
     if report.status():

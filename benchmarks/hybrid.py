@@ -3,16 +3,17 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/hybrid.py 2048 8192 32768
 
-spar: what a stock model of transformers runs, a convolution of own tokens whose first results a halo
-corrects, and `by_heads` for the recurrence. The usual code, as in Megatron: six all_to_all_single with
-permutes before the convolution (q, k, v, z, beta, alpha), and one behind it. The convolution and the
-recurrence take no time in either: they return memory that is there. Forward and backward, median of the
-slowest rank.
+spar: what a layer of a parallelized model of transformers runs, a convolution of own tokens whose first
+results a halo corrects, and `by_heads` for the recurrence. The usual code, as in Megatron: six
+all_to_all_single with permutes before the convolution (q, k, v, z, beta, alpha), and one behind it. The
+convolution and the recurrence take no time in either: they return memory that is there. Forward and backward,
+median of the slowest rank.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/hybrid.py --memory 8192
 
 With --memory: the peak of the process's memory over that before, in a training step of a small Qwen3.5 of
-transformers, of the rank that needs most. With 1, 2 and 4 processes it falls as 1 / P.
+transformers under `spar.parallelize`, of the rank that needs most. With 1, 2 and 4 processes it falls as
+1 / P.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 import spar
 from spar import SequenceLayout
-from spar.integrations._transformers.tokens import Tokens
+from spar.ops.convolution import convolve
 
 KEY_HEADS, VALUE_HEADS, WIDTH, TAPS = 4, 8, 64, 4
 
@@ -91,7 +92,7 @@ class Convolution(torch.autograd.Function):
 
 
 class Convolved:
-    """The function of `Tokens.convolve`: its tensors are those of the shapes that it was called with."""
+    """The function of `convolve`: its tensors are those of the shapes that it was called with."""
 
     def __init__(self) -> None:
         self.memory: dict[torch.Size, tuple[Tensor, Tensor]] = {}
@@ -120,11 +121,16 @@ def usual(mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
 
 
 def by_spar(
-    tokens: Tokens, convolution: Convolved, mixed: Tensor, z: Tensor, beta: Tensor, alpha: Tensor
+    layout: SequenceLayout,
+    convolution: Convolved,
+    mixed: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    alpha: Tensor,
 ) -> Tensor:
-    convolved = tokens.convolve(convolution, mixed[None].transpose(1, 2), TAPS - 1).transpose(1, 2)
+    convolved = convolve(convolution, mixed[None].transpose(1, 2), layout, TAPS - 1, 2, False).transpose(1, 2)
     q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
-    y = tokens.by_heads(recurrence, [v, q, k, beta[None], alpha[None]])
+    y = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], layout)
     return recurrence(y.squeeze(0), z)  # whose gradient is a view, unlike that of y[0]
 
 
@@ -150,8 +156,6 @@ def peak_of_step(total: int) -> int:
     """Return by how much this process's peak memory in a step is over its memory before it."""
     import transformers
 
-    import spar.integrations.transformers as integration
-
     torch.manual_seed(0)
     config = transformers.Qwen3_5TextConfig(
         vocab_size=64,
@@ -170,14 +174,11 @@ def peak_of_step(total: int) -> int:
         use_cache=False,
     )
     model = transformers.Qwen3_5ForCausalLM(config)
-    integration.register()
-    model.set_attn_implementation("spar")
+    spar.parallelize(model, outputs="parts")
 
     def step(tokens: int) -> None:
         ids = torch.arange(tokens)[None] % 64
-        group = dist.group.WORLD
-        part = integration.shard(model, {"input_ids": ids, "labels": ids}, group=group, token_group=group)
-        model(**part).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
 
     step(256)  # allocates gradients, and what is kept between steps
     with open("/proc/self/clear_refs", "w") as peak:
@@ -219,7 +220,7 @@ def main() -> None:
         shapes = [(local, sum(SIZES)), (local, VALUE_HEADS, WIDTH), *[(local, VALUE_HEADS, 1)] * 2]
         tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
         upper = torch.ones(local, VALUE_HEADS, WIDTH)
-        layer = partial(by_spar, Tokens(SequenceLayout.even(total)), Convolved())
+        layer = partial(by_spar, SequenceLayout.even(total), Convolved())
         theirs = seconds_of(usual, tensors, upper, args.turns)
         ours = seconds_of(layer, tensors, upper, args.turns)
         before = sent()

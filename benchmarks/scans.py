@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the recurrences of hybrid models of transformers over a sharded sequence, by heads and by state.
+"""Time layers of hybrid models of transformers under `spar.parallelize`, by heads and by state.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/scans.py 2048 8192 32768
 
-Recurrences with their exchanges, forward and backward, as models have them after
-`spar.integrations.transformers.shard` with scan="heads" or "state": a gated delta rule of 4 key and 8 value
-heads of 64, and Mamba 2 of 8 heads of 64, a state size of 64 and 1 group. transformers' own code, without
-kernels. Median of the slowest rank; MB are what all ranks send in forward.
+Layers of a width of 64, so that nearly all of their time is that of recurrences and their exchanges, forward
+and backward: a gated delta rule of 4 key and 8 value heads of 64, and Mamba 2 of 8 heads of 64, a state size
+of 64 and 1 group. transformers' own code, without kernels. Median of the slowest rank; MB are what all ranks
+send in forward.
 """
 
 from __future__ import annotations
@@ -18,37 +18,30 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5TextConfig
 
 import spar
-from spar import SequenceLayout
-from spar.integrations._transformers.scans import SCANS
 from spar.integrations._transformers.tokens import Tokens
 
-KEY_HEADS, HEADS, WIDTH = 4, 8, 64
+HIDDEN, KEY_HEADS, HEADS, WIDTH = 64, 4, 8, 64
 
 
-def delta_rule(tokens: Tokens, local: int) -> Callable[[], Tensor]:
-    q, k = (torch.randn(1, local, KEY_HEADS, WIDTH, requires_grad=True) for _ in range(2))
-    v = torch.randn(1, local, HEADS, WIDTH, requires_grad=True)
-    g, beta = -torch.rand(1, local, HEADS), torch.rand(1, local, HEADS)
-    gates = {"g": g.requires_grad_(), "beta": beta.requires_grad_(), "use_qk_l2norm_in_kernel": True}
-    name = "torch_chunk_gated_delta_rule"
-    return lambda: SCANS[name].run(torch_chunk_gated_delta_rule, tokens, q, k, v, **gates)[0]
+def delta_rule() -> Any:
+    sizes = {"linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": HEADS}
+    widths = {"linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH}
+    return Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(hidden_size=HIDDEN, **sizes, **widths), 0)
 
 
-def mamba2(tokens: Tokens, local: int) -> Callable[[], Tensor]:
-    x = torch.randn(1, local, HEADS, WIDTH, requires_grad=True)
-    B, C = (torch.randn(1, local, 1, WIDTH, requires_grad=True) for _ in range(2))
-    dt, A = torch.rand(1, local, HEADS, requires_grad=True), -torch.rand(HEADS)
-    others: dict[str, Any] = {"chunk_size": 64, "D": torch.ones(HEADS)}
-    run = SCANS["mamba2_chunk_scan"].run
-    return partial(run, mamba2_chunk_scan, tokens, x, dt, A, B, C, **others)
+def mamba2() -> Any:
+    sizes = {"num_heads": HEADS, "head_dim": WIDTH, "expand": HEADS * WIDTH // HIDDEN, "chunk_size": 64}
+    config = Mamba2Config(hidden_size=HIDDEN, state_size=64, n_groups=1, num_hidden_layers=1, **sizes)
+    return Mamba2Mixer(config, 0)
 
 
 def seconds_of(call: Callable[[], Tensor], turns: int) -> float:
@@ -82,13 +75,15 @@ def main() -> None:
         print(f"{'':>12} {'tokens':>7}", *(f"{column:>9}" for column in columns))
     for make in (delta_rule, mamba2):
         for total in args.tokens:
-            layout = getattr(SequenceLayout, args.layout)(total)
+            torch.manual_seed(0)
+            layer, x = make(), torch.randn(1, total, HIDDEN)
+            spar.parallelize(layer, blocks=[""], layout=args.layout, outputs="parts")
             times, moved = [], []
-            for scan in ("heads", "state"):
-                call = make(Tokens(layout, scan=scan), layout.sizes[rank])
-                times.append(1e3 * seconds_of(call, args.turns))
-                before = sent()
-                call()
+            for by_state in (False, True):
+                with mock.patch.object(Tokens, "passes_states", return_value=by_state):
+                    times.append(1e3 * seconds_of(partial(layer, x), args.turns))
+                    before = sent()
+                    layer(x)
                 bytes_ = torch.tensor(float(sent() - before))
                 dist.all_reduce(bytes_)
                 moved.append(float(bytes_) / 1e6)

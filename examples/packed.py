@@ -3,21 +3,23 @@
 
     torchrun --standalone --nproc-per-node 4 examples/packed.py
 
-The documents are topics of Python's own documentation. Each rank holds a part of each of them. No padding and
-no mask is needed. The loss and the gradients must be those of the documents one by one in one process.
+The documents are topics of Python's own documentation. They lie whole on one rank where the ranks remain
+balanced. There is no padding, and no mask in the batch: position_ids restart. The loss and the gradients must
+be those of the documents one by one in one process.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from llm import documents, make_model
 from torch import Tensor
 
-import spar.integrations.transformers
+import spar
 
 TOLERANCE = 1e-4  # relative, in float32
 TOKENS = 3000  # at most, of all documents
@@ -39,6 +41,14 @@ def pack(texts: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
 
 
+def lay_out(batch: dict[str, Any]) -> spar.SequenceLayout:
+    """Return how the tokens of a forward, of which these are the arguments, lie on the ranks."""
+    positions = batch["position_ids"][0]
+    starts = (positions == 0).nonzero().flatten().tolist()
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
+    return spar.SequenceLayout.balanced(lengths)
+
+
 def one_by_one(texts: list[Tensor]) -> tuple[float, Tensor]:
     """Return the mean loss over all documents' labels, and the gradients, in one process."""
     model, total = make_model(), 0.0
@@ -58,28 +68,26 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     texts = chosen()
 
-    spar.integrations.transformers.register()
-    model = make_model()
-    model.set_attn_implementation("spar")
-    batch = spar.integrations.transformers.shard(model, pack(texts))
+    model, batch = make_model(), pack(texts)
+    report = spar.parallelize(model, layout=lay_out)
     loss = model(**batch).loss
     loss.backward()
 
-    total, gradients = loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-    for part in (total, gradients):
-        dist.all_reduce(part)
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(gradients)
+    gradients /= world  # DDP and FSDP2 average them, too
     if rank == 0:
         expected, whole = one_by_one(texts)
-        error = abs(float(total) - expected) / expected
+        error = abs(float(loss.detach()) - expected) / expected
         apart = float((gradients - whole).norm() / whole.norm())
         lengths = sorted(len(text) for text in texts)
         print(f"{len(texts)} documents of {lengths[0]} to {lengths[-1]} bytes, {sum(lengths)} in all")
-        print(f"tokens by rank: {list(batch['layout'].sizes)}; mask: {batch['attention_mask']}")
-        print(f"loss {float(total):.6f}; of the documents one by one {expected:.6f}")
+        print(f"tokens by rank: {list(lay_out(batch).sizes)}; {report}")
+        print(f"loss {float(loss.detach()):.6f}; of the documents one by one {expected:.6f}")
         if not error < TOLERANCE or not apart < TOLERANCE:
             sys.exit(f"the loss differs by {error:.1e}, gradients by {apart:.1e}; allowed: {TOLERANCE:.0e}")
         print(f"proved: {world} ranks compute {len(texts)} packed documents as one process does one by one.")
-        print(f"The loss agrees within {error:.0e}, the gradients within {apart:.0e}; no padding, no mask.")
+        print(f"The loss agrees within {error:.0e}, the gradients within {apart:.0e}; no padding.")
     dist.barrier()
     dist.destroy_process_group()
 

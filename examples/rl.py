@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-import spar.integrations.transformers
+import spar
 
 TOLERANCE = 1e-4  # relative, of losses in float32
 UPDATES = 2  # for each rollout
@@ -133,14 +133,17 @@ def train_in_one_process(args: Namespace) -> tuple[list[Rollouts], list[float]]:
 class Policy(nn.Module):
     """Log-probabilities, computed inside of what DDP or FSDP2 wraps: there the head's weight is whole."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, cp: DeviceMesh) -> None:
         super().__init__()
         self.model = model
+        self.layout: Any = None  # of the newest row
+        # Without the head, so that no rank has logits of all tokens.
+        spar.parallelize(model.model, cp, layout=lambda _: self.layout, outputs="parts")
 
-    def forward(self, batch: dict[str, Any], labels: Tensor) -> Tensor:
-        hidden = self.model.model(**batch).last_hidden_state
-        head = hidden, self.model.lm_head.weight
-        logprobs, _ = spar.token_logprobs(head, labels, batch["layout"])
+    def forward(self, row: dict[str, Tensor], labels: Tensor, layout: spar.SequenceLayout) -> Tensor:
+        self.layout = layout
+        hidden = self.model.model(**row).last_hidden_state  # of the whole row: this rank's tokens
+        logprobs, _ = spar.token_logprobs((hidden, self.model.lm_head.weight), labels, layout)
         return logprobs
 
 
@@ -157,24 +160,20 @@ def train_sharded(args: Namespace, rollouts: list[Rollouts]) -> Iterator[tuple[f
     world = dist.group.WORLD
     mesh = init_device_mesh("cpu", (args.dp, dist.get_world_size() // args.dp), mesh_dim_names=("dp", "cp"))
     dp, cp = mesh["dp"], mesh["cp"]
-    spar.integrations.transformers.register()
-    model, reference = make_model(), Policy(make_model())
-    for each in (model, reference.model):
-        each.set_attn_implementation("spar")
-    policy = wrapped(Policy(model), args, mesh)
+    policy, reference = wrapped(Policy(make_model(), cp), args, mesh), Policy(make_model(), cp)
     optimizer = torch.optim.Adam(policy.parameters(), args.lr, eps=1e-5)
     for rollout in rollouts:
         own = rollout.of(dp.get_local_rank(), args.dp)
         packed = spar.data.PackedSamples(own.attention_mask, group=cp)
         (layout,) = packed.layouts
-        row = {"input_ids": packed.pack(own.ids)}
-        batch = spar.integrations.transformers.shard(model, row, layout, group=cp)
+        places = packed.pack(own.attention_mask.cumsum(1) - 1)  # restart: samples do not attend to each other
+        row = {"input_ids": packed.pack(own.ids), "position_ids": places}
         labels = packed.shard(own.ids, shift=1, fill=-100)
         mask, advantages = packed.shard(own.completion_mask, shift=1), packed.shard(own.advantages)
         with torch.no_grad():
-            old, known = policy(batch, labels), reference(batch, labels)
+            old, known = policy(row, labels, layout), reference(row, labels, layout)
         for _ in range(UPDATES):
-            values = losses_of(policy(batch, labels), old, known, advantages)
+            values = losses_of(policy(row, labels, layout), old, known, advantages)
             loss = spar.masked_mean(values, mask, layout, by="sample", group=world, averaged_by=world)
             loss.backward()
             optimizer.step()

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import spar.integrations.transformers
+import spar
 
 TOLERANCE = 1e-4  # relative, of losses in float32
 
@@ -34,7 +34,8 @@ def parse_arguments() -> Namespace:
         "--dp", type=int, default=1, help="data-parallel groups; the other ranks share a sequence"
     )
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters by FSDP2, too; else DDP")
-    parser.add_argument("--method", choices=("ulysses", "gather", "ring"), help="of spar.attention")
+    parser.add_argument("--method", choices=("ulysses", "gather", "ring"), help="of attention")
+    parser.add_argument("--zigzag", action="store_true", help="balance the work of gather and ring")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2, help="samples of all data-parallel groups")
     parser.add_argument("--seq", type=int, default=509, help="tokens of a sample")
@@ -78,28 +79,28 @@ def wrapped(model: Any, args: Namespace, mesh: DeviceMesh) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def train_sharded(
-    args: Namespace, batches: list[dict[str, Tensor]]
-) -> tuple[list[float], spar.SequenceLayout]:
+def train_sharded(args: Namespace, batches: list[dict[str, Tensor]]) -> tuple[list[float], Any]:
+    """Return the losses, and the report of what ran where."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (args.dp, world // args.dp), mesh_dim_names=("dp", "cp"))
     dp, cp = mesh["dp"], mesh["cp"]
-    spar.integrations.transformers.register()
     model, losses = make_model(), []
-    model.set_attn_implementation("spar")
+    layout = "zigzag" if args.zigzag else "even"
+    report = spar.parallelize(model, cp, method=args.method, layout=layout)
     model = wrapped(model, args, mesh)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     for whole in batches:
-        batch: dict[str, Any] = {name: x[dp.get_local_rank() :: dp.size()] for name, x in whole.items()}
-        batch = spar.integrations.transformers.shard(
-            model, batch, group=cp, token_group=dp, method=args.method
-        )
-        loss = model(**batch).loss
-        (loss * world).backward()
+        batch = {name: x[dp.get_local_rank() :: dp.size()] for name, x in whole.items()}
+        count = (batch["labels"][:, 1:] != -100).sum()
+        dist.all_reduce(count, group=dp.get_group())  # the labels of all samples
+        loss = model(**batch, num_items_in_batch=count).loss
+        (loss * dp.size()).backward()  # the wrapper averages what is to be summed over dp
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(spar.integrations.transformers.total_loss(loss, group=cp, token_group=dp)))
-    return losses, batch["layout"]
+        total = loss.detach()
+        dist.all_reduce(total, group=dp.get_group())
+        losses.append(float(total))
+    return losses, report
 
 
 def main() -> None:
@@ -112,15 +113,16 @@ def main() -> None:
     dist.broadcast_object_list(known, src=0)
     (single,) = known
     begin = time.perf_counter()
-    losses, layout = train_sharded(args, batches)
+    losses, report = train_sharded(args, batches)
     seconds = time.perf_counter() - begin
     error = largest_difference(losses, single)
     if rank == 0:
         print(" step   one process   sharded")
         for step, (one, other) in enumerate(zip(single, losses, strict=True)):
             print(f"{step:5}   {one:11.6f}   {other:.6f}")
-        how = f"dp {args.dp} x cp {world // args.dp}, {'FSDP2' if args.fsdp else 'DDP'}, {layout}"
+        how = f"dp {args.dp} x cp {world // args.dp}, {'FSDP2' if args.fsdp else 'DDP'}"
         print(f"{world} ranks ({how}): {len(losses)} steps in {seconds:.1f} s")
+        print(report)
     dist.destroy_process_group()
     if not error < TOLERANCE or not losses[-1] < losses[0]:
         sys.exit(f"losses differ by {error:.1e}, relative; allowed: {TOLERANCE:.0e}. They must also fall")

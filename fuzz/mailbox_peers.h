@@ -13,7 +13,6 @@ static source input;
 #include "../tests/c/random_call.h"
 
 #include "devices/execute.h"
-#include "plan/rows.h"
 
 #include <sys/mman.h>
 
@@ -52,18 +51,15 @@ static int is_peer(int rank)
 /* ---- what the rank may write ---- */
 
 /* Finds where this rank's bytes go by a peer's call header; 0: it is invalid, or of another call. */
-static int find_targets(fake_peer *p, int rank, void **targets, int64_t *pitches)
+static int find_targets(fake_peer *p, int rank, void **targets)
 {
     const spar_plan *plan = now.call->plan;
     const mailbox *box = (const mailbox *)(p->shadow + p->mailbox);
     if (box->status != SPAR_OK || box->signature != spar_plan_signature(plan, now.call->text))
         return 0;
     for (int t = 0; t < plan->ntensors; t++) {
-        const spar_plan_tensor *tensor = &plan->tensors[t];
-        pitches[t] = box->gaps ? box->pitches[t] : 0;
-        __int128 offset = box->offsets[t],
-                 bytes = spar_rows_reach(tensor, tensor->rank_bytes[rank], pitches[t]);
-        if (offset < 0 || bytes < 0 || offset + bytes > LENGTH)
+        __int128 offset = box->offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
+        if (offset < 0 || offset + bytes > LENGTH)
             return 0;
         targets[t] = p->shadow + offset;
     }
@@ -84,8 +80,6 @@ static void check_arenas(void)
 {
     void *targets[RANKS][TENSORS], *own[TENSORS];
     void *const *rows[RANKS];
-    int64_t gaps[RANKS][TENSORS] = {{0}};
-    const int64_t *pitches[RANKS];
     int same = 1, valid = now.call && now.call->plan && !now.pushed;
     for (int rank = 0; rank < now.world; rank++)
         if (is_peer(rank))
@@ -94,15 +88,14 @@ static void check_arenas(void)
         return;
     for (int rank = 0; rank < now.world; rank++) {
         rows[rank] = targets[rank];
-        pitches[rank] = gaps[rank];
         if (valid && is_peer(rank))
-            valid &= find_targets(&fake_peers[rank], rank, targets[rank], gaps[rank]);
+            valid &= find_targets(&fake_peers[rank], rank, targets[rank]);
     }
     EXPECT(valid);
     for (int t = 0; t < now.call->plan->ntensors; t++)
         own[t] = malloc((size_t)now.call->plan->tensors[t].out_bytes);
     rows[now.rank] = own;
-    spar_push_rows(now.call->plan, now.call->inputs, rows, pitches, &now.call->scale);
+    spar_push(now.call->plan, now.call->inputs, rows, &now.call->scale);
     for (int t = 0; t < now.call->plan->ntensors; t++)
         free(own[t]);
     now.pushed = 1;
@@ -155,7 +148,7 @@ static void corrupt(fake_peer *p)
     uint32_t half = (uint32_t)value, near = now.group->call + half % 8 - 4;
     unsigned which = next_byte(&input);
     char bytes[64];
-    switch (which % 11) {
+    switch (which % 10) {
     case 0:
         PUT(p, published, which & 16 ? half : near);
         break;
@@ -184,13 +177,8 @@ static void corrupt(fake_peer *p)
         for (size_t at = 0; at < SPAR_GROUP_TEXT; at += sizeof bytes)
             put(p,
                 p->mailbox + (int64_t)at +
-                    (int64_t)(which % 11 == 7 ? offsetof(mailbox, description) : offsetof(mailbox, reason)),
+                    (int64_t)(which % 10 == 7 ? offsetof(mailbox, description) : offsetof(mailbox, reason)),
                 bytes, sizeof bytes);
-        break;
-    case 9: /* gaps between rows of an output */
-        value &= 511;
-        PUT(p, gaps, 1);
-        put(p, p->mailbox + (int64_t)offsetof(mailbox, pitches[which / 32]), &value, sizeof value);
         break;
     default:
         put(p, p->mailbox + (int64_t)(half % sizeof(mailbox) & ~7u), &value, sizeof value);

@@ -49,8 +49,6 @@ typedef struct {
     int64_t forward;                     /* the call's word: plan/place.h */
     spar_status status;                  /* other than SPAR_OK: it failed, and moves no bytes */
     int64_t offsets[SPAR_GROUP_TENSORS]; /* where its outputs lie in its arena */
-    int64_t pitches[SPAR_GROUP_TENSORS]; /* between their rows; 0: there are no gaps (plan/rows.h) */
-    int gaps;                            /* whether there is a pitch other than 0 */
     const char *op;                      /* for messages of far ranks; this rank's own alone */
 } spar_call_header;
 

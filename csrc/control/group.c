@@ -86,9 +86,6 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
     g->own->forward = own->forward;
     g->own->status = SPAR_OK;
     memcpy(g->own->offsets, own->offsets, sizeof own->offsets);
-    g->own->gaps = own->gaps != 0;
-    if (own->gaps) /* else no peer reads these cache lines */
-        memcpy(g->own->pitches, own->pitches, sizeof own->pitches);
     spar_mailbox_publish(g->own, &g->own->published, g->call);
     if (g->links)
         spar_links_publish(g, own->op);
@@ -99,10 +96,6 @@ spar_status spar_group_publish(spar_group *g, const spar_call_header *own, spar_
         all[rank].forward = box->forward;
         all[rank].status = (spar_status)box->status;
         memcpy(all[rank].offsets, box->offsets, sizeof box->offsets);
-        memset(all[rank].pitches, 0, sizeof box->pitches);
-        all[rank].gaps = box->gaps != 0;
-        if (all[rank].gaps)
-            memcpy(all[rank].pitches, box->pitches, sizeof box->pitches);
     }
     spar_status status = compare_headers(g, describe, call, all, deadline);
     if (status != SPAR_MISMATCH && status != SPAR_NO_MEMORY)

@@ -17,8 +17,8 @@ typedef struct {
     uint32_t core;        /* on which the owner ran last, plus 1; 0: not known */
     _Alignas(64) uint64_t signature;
     int64_t forward;
-    uint32_t status, gaps;
-    int64_t offsets[SPAR_GROUP_TENSORS], pitches[SPAR_GROUP_TENSORS];
+    uint32_t status;
+    int64_t offsets[SPAR_GROUP_TENSORS];
     spar_description description; /* valid once described; its text, the failure's, once failed */
     char reason[SPAR_GROUP_TEXT]; /* why `broken` is set */
     spar_ranks ranks;             /* that caused it */

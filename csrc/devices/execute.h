@@ -26,11 +26,4 @@ void spar_copy_own(const spar_plan *plan, const void *const *inputs, void *const
 void spar_push(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
                const spar_scale *scale);
 
-/* The same where outputs have gaps between their rows: pitches[rank][tensor], as in plan/rows.h. They
- * allocate nothing. */
-void spar_push_rows(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
-                    const int64_t *const *pitches, const spar_scale *scale);
-void spar_unpack_rows(const spar_plan *plan, int peer, const void *wire, void *const *outputs,
-                      const int64_t *pitches, const spar_scale *scale);
-
 #endif

@@ -61,11 +61,11 @@ static void report_exception(spar_comm *comm, spar_call *call)
 
 const char spar_py_exchange_doc[] = PyDoc_STR(
     "exchange(Exchange, inputs, targets, forward, alike, number, deadline) -> a list of the outputs\n\n"
-    "inputs: tensors of one dtype. targets: None, or a list of None, contiguous tensors, and columns of a\n"
-    "contiguous tensor [B, S, ...]. None is returned for outputs that were written there: sums, and those\n"
-    "whose target lies in the arena; copy the others. number: of the call, by the group's own count.\n"
-    "forward: that of the call whose gradient it moves, or 0. alike: do nothing and return None unless the\n"
-    "inputs have the dtype, device and extents of those before. deadline: in seconds of time.monotonic.");
+    "inputs: tensors of one dtype. targets: a list of contiguous tensors for the outputs, or None. None\n"
+    "is returned for those that were written there: sums, and outputs whose target lies in the arena;\n"
+    "copy the others. number: of the call, by the group's own count. forward: that of the call whose\n"
+    "gradient it moves, or 0. alike: do nothing and return None unless the inputs have the dtype, device\n"
+    "and extents of those before. deadline: in seconds of time.monotonic.");
 
 /* A list of all outputs, None for those without a block; it owns the blocks, also on failure. */
 static PyObject *output_tensors(const spar_call *call, int dtype)
@@ -84,42 +84,16 @@ static PyObject *output_tensors(const spar_call *call, int dtype)
     return tensors;
 }
 
-/* The bytes from row to row of a tensor; 0: it is contiguous, or its items do not lie in rows. */
-static int64_t pitch_of(const spar_py_tensor *tensor, const int64_t *extents, int64_t item_size)
+/* Stores the addresses of a call's targets; -1 and an exception for another number of them. */
+static int read_targets(PyObject *tensors, int count, void **addresses)
 {
-    const int64_t *strides = extents + tensor->ndim;
-    int64_t row = 1;
-    if (tensor->ndim < 3 || tensor->ndim > SPAR_MAX_DIMS)
-        return 0;
-    for (int i = tensor->ndim - 1; i > 1; row *= extents[i--])
-        if (extents[i] != 1 && strides[i] != row)
-            return 0;
-    if (strides[1] <= row || (extents[0] != 1 && strides[0] != strides[1] * extents[1]))
-        return 0;
-    return strides[1] * item_size;
-}
-
-/* Stores the addresses of a call's targets, and where one has gaps the pitches; -1 and an exception for
- * another number of them. */
-static int read_targets(PyObject *tensors, const spar_py_bound *bound, spar_call *call, void **addresses,
-                        int64_t *pitches)
-{
-    int count = bound->request.ntensors;
-    int64_t numbers[2 * SPAR_MAX_DIMS];
     if (spar_sequence_size(tensors) != count) {
         PyErr_Format(PyExc_ValueError, "%zd targets for %d outputs", spar_sequence_size(tensors), count);
         return -1;
     }
-    for (int t = 0; t < count; t++) {
-        PyObject *tensor = spar_sequence_item(tensors, t);
-        spar_py_tensor read = {0};
-        if (tensor != Py_None && spar_py_read_tensor(tensor, &read, numbers) < 0)
+    for (int t = 0; t < count; t++)
+        if (spar_py_address(spar_sequence_item(tensors, t), &addresses[t]) < 0)
             return -1;
-        addresses[t] = read.address;
-        pitches[t] = pitch_of(&read, numbers, bound->tensors[t].item_size);
-        if (pitches[t])
-            call->pitches = pitches;
-    }
     return 0;
 }
 
@@ -137,7 +111,6 @@ PyObject *spar_comm_py_exchange(PyObject *self, PyObject *const *args, Py_ssize_
     if (PyErr_Occurred())
         return NULL;
     PyObject *result = NULL;
-    int64_t pitches[SPAR_GROUP_TENSORS];
     void *targets[SPAR_GROUP_TENSORS], *outputs[SPAR_GROUP_TENSORS] = {NULL};
     spar_memory *blocks[SPAR_GROUP_TENSORS] = {NULL};
     spar_call call = {.outputs = outputs,
@@ -155,7 +128,7 @@ PyObject *spar_comm_py_exchange(PyObject *self, PyObject *const *args, Py_ssize_
         goto done;
     }
     ((comm_object *)self)->begun = number; /* whatever fails from here on is reported to the peers */
-    if (other < 0 || (call.targets && read_targets(args[TARGETS], &bound, &call, targets, pitches) < 0)) {
+    if (other < 0 || (call.targets && read_targets(args[TARGETS], bound.request.ntensors, targets) < 0)) {
         report_exception(comm, &call);
         goto done;
     }

@@ -119,10 +119,8 @@ void spar_parcels_unpack(void *context, int rank)
         int is_own = near == p->comm->rank;
         if (p->comm->far[near] || !(p->gathers || is_own) || (is_own && !is_staged(p, parcel->in)))
             continue;
-        if (is_own)
-            spar_unpack_rows(p->call->plan, rank, parcel->in, p->call->outputs, p->pitches, &p->call->scale);
-        else /* in a gather, which has no rows */
-            spar_unpack(p->call->plan, rank, parcel->in, p->outputs[near], &p->call->scale);
+        void *const *outputs = is_own ? p->call->outputs : p->outputs[near];
+        spar_unpack(p->call->plan, rank, parcel->in, outputs, &p->call->scale);
     }
 }
 

@@ -16,7 +16,6 @@ typedef struct {
     const spar_comm *comm;
     const spar_call *call;
     void *const *const *outputs; /* [world] of the near ranks, each with the call's tensors */
-    const int64_t *pitches;      /* [plan->ntensors] of this rank's outputs, as in plan/rows.h */
     spar_parcel *parcels;        /* [world] those of the far ranks are set */
     spar_memory *staging;        /* holds what is packed; NULL: nothing is */
     int64_t bytes;               /* its length */

@@ -204,7 +204,7 @@ static spar_status run_locked(spar_comm *comm, spar_call *call, spar_turn turn, 
 
 spar_status spar_rendezvous_run(spar_comm *comm, spar_call *call, spar_turn turn, size_t each)
 {
-    _Alignas(16) char few[6144];
+    _Alignas(16) char few[4096];
     size_t size = (size_t)comm->world * each;
     void *room = size > sizeof few ? malloc(size) : few; /* nothing is allocated between publish and done */
     if (!room) {

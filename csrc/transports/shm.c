@@ -6,7 +6,6 @@
 #include "transports/parcels.h"
 #include "transports/rendezvous.h"
 #include "devices/execute.h"
-#include "plan/rows.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,18 +45,16 @@ static void tcp_close(spar_comm *comm)
     free(comm->state);
 }
 
-/* The addresses of a rank's outputs. Offsets and pitches come from another process, so they are checked
- * against its arena. */
+/* The addresses of a rank's outputs. Offsets come from another process, so they are checked against its
+ * arena. */
 static spar_status find_outputs(const spar_comm *comm, const spar_plan *plan, const spar_call_header *all,
                                 int rank, void **outputs)
 {
     int64_t length;
     char *base = spar_group_arena(comm->group, rank, &length);
     for (int t = 0; t < plan->ntensors; t++) {
-        const spar_plan_tensor *tensor = &plan->tensors[t];
-        int64_t offset = all[rank].offsets[t];
-        int64_t bytes = spar_rows_reach(tensor, tensor->rank_bytes[rank], all[rank].pitches[t]);
-        if (offset < 0 || bytes < 0 || bytes > length || offset > length - bytes)
+        int64_t offset = all[rank].offsets[t], bytes = plan->tensors[t].rank_bytes[rank];
+        if (offset < 0 || bytes > length || offset > length - bytes)
             return spar_fail_rank(
                 SPAR_TRANSPORT, rank,
                 "rank %d published an output outside its arena: %lld bytes at %lld, length %lld", rank,
@@ -72,13 +69,12 @@ typedef struct {
     spar_call_header *headers;
     void *(*outputs)[SPAR_GROUP_TENSORS];
     void *const **rows; /* the rows of `outputs` */
-    const int64_t **pitches;
     const char **parts; /* the buffers that a sum adds */
     spar_parcel *parcels;
 } all_headers;
 
 enum {
-    EACH = sizeof(spar_call_header) + SPAR_GROUP_TENSORS * sizeof(void *) + 3 * sizeof(void *) +
+    EACH = sizeof(spar_call_header) + SPAR_GROUP_TENSORS * sizeof(void *) + 2 * sizeof(void *) +
     sizeof(spar_parcel)
 };
 
@@ -87,8 +83,7 @@ static all_headers split_room(char *room, size_t world)
     all_headers all = {.headers = (void *)room};
     all.outputs = (void *)(room += world * sizeof *all.headers);
     all.rows = (void *)(room += world * sizeof *all.outputs);
-    all.pitches = (void *)(room += world * sizeof *all.rows);
-    all.parts = (void *)(room += world * sizeof *all.pitches);
+    all.parts = (void *)(room += world * sizeof *all.rows);
     all.parcels = (void *)(room + world * sizeof *all.parts);
     return all;
 }
@@ -102,35 +97,26 @@ typedef struct {
 
 static spar_status push(const spar_comm *comm, const spar_call *call, const all_headers *all, int own_stays)
 {
-    int gaps = 0;
     for (int rank = 0; rank < comm->world; rank++) { /* before any peer is written to */
-        all->pitches[rank] = all->headers[rank].pitches;
         if (spar_is_far(comm, rank)) {
             all->rows[rank] = NULL;
             continue;
         }
         SPAR_TRY(find_outputs(comm, call->plan, all->headers, rank, all->outputs[rank]));
         all->rows[rank] = all->outputs[rank];
-        gaps |= all->headers[rank].gaps;
     }
     if (own_stays)
         all->rows[comm->rank] = NULL;
-    if (gaps)
-        spar_push_rows(call->plan, call->inputs, all->rows, all->pitches, &call->scale);
-    else
-        spar_push(call->plan, call->inputs, all->rows, &call->scale);
+    spar_push(call->plan, call->inputs, all->rows, &call->scale);
     return SPAR_OK;
 }
 
 /* The block of an output that the caller wants in memory of its own, if that lies in the arena; else NULL. */
 static spar_memory *target_block(const spar_call *call, int t)
 {
-    const spar_plan_tensor *tensor = &call->plan->tensors[t];
-    if (!call->targets)
-        return NULL;
-    call->outputs[t] = call->targets[t];
-    return spar_memory_at(call->targets[t],
-                          spar_rows_reach(tensor, tensor->out_bytes, call->pitches ? call->pitches[t] : 0));
+    if (call->targets)
+        call->outputs[t] = call->targets[t];
+    return call->targets ? spar_memory_at(call->targets[t], call->plan->tensors[t].out_bytes) : NULL;
 }
 
 /* Whether each of this rank's own blocks is one run of bytes. */
@@ -177,9 +163,6 @@ static spar_status prepare(const spar_call *call, spar_call_header *header, sums
         if (call->sum || !target_block(call, t)) {
             SPAR_TRY(spar_arena_take(call->plan->tensors[t].out_bytes, &call->blocks[t]));
             call->outputs[t] = spar_memory_address(call->blocks[t]);
-        } else if (call->pitches) {
-            header->pitches[t] = call->pitches[t];
-            header->gaps |= call->pitches[t] != 0;
         }
         header->offsets[t] = (char *)call->outputs[t] - spar_arena_base();
         if (call->sum)
@@ -244,8 +227,7 @@ static spar_status exchange(spar_comm *comm, spar_call *call, void *room, uint32
     spar_group *group = comm->group;
     spar_call_header header = {0};
     sums results = {0};
-    spar_parcels far = {
-        .comm = comm, .call = call, .parcels = all.parcels, .outputs = all.rows, .pitches = header.pitches};
+    spar_parcels far = {.comm = comm, .call = call, .parcels = all.parcels, .outputs = all.rows};
     spar_status status = prepare(call, &header, &results);
     if (status == SPAR_OK && comm->nfar)
         status = spar_parcels_pack(&far);

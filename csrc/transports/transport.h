@@ -46,10 +46,9 @@ typedef struct {
      * for them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
     void **outputs;
     spar_memory **blocks;
-    /* [plan->ntensors], or NULL: the caller's own memory for each output, or NULL. An output that the
-     * transport can write there has no block; the caller copies the others. */
+    /* [plan->ntensors], or NULL: the caller's own memory for each output. An output that the transport can
+     * write there has no block; the caller copies the others. */
     void *const *targets;
-    const int64_t *pitches; /* [plan->ntensors] of the targets, as in plan/rows.h; NULL: no target has gaps */
     spar_scale scale;
     /* Unless SPAR_NO_SUM: the plan's outputs have a row from each rank, and `blocks` receive the sums of the
      * rows instead. Only for transports that have memory of their own for outputs. */

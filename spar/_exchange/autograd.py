@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .exchange import Chain, Exchange, Tensors
-from .fused_gradients import targets_of
 from .observers import _functorch_transforms, must_record
 
 # what is recorded, and what runs it: one argument, because torch spends time on each
@@ -43,10 +42,6 @@ class SparExchange(torch.autograd.Function):
         try:
             if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and must_record(grads):
                 return None, *apply(back.recorded(), grads)
-            if len(grads) > 1 and not is_dynamo_compiling():
-                targets = targets_of(back, grads, ctx.next_functions)
-                if targets is not None:
-                    return None, *cast(Exchange, back).run(grads, ctx.forward, targets)
             return None, *back.run(grads, ctx.forward)
         except BaseException as error:
             back.report(before, grads, error)

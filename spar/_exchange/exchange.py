@@ -172,7 +172,7 @@ class Exchange:
         self,
         inputs: Tensors,
         forward: Number = 0,
-        outs: Sequence[torch.Tensor | None] | None = None,
+        outs: Tensors | None = None,
         traced: bool | None = None,
         queued: bool = False,
     ) -> Tensors:
@@ -182,13 +182,12 @@ class Exchange:
             inputs: tensors of one dtype and device.
             forward: the number of the call whose gradient this one moves, which ranks that know it compare;
                 0: not known. In a graph its tensor.
-            outs: plain contiguous tensors to write the outputs to; where the channel takes them, columns of
-                such, or None for an output.
+            outs: plain contiguous tensors to write the outputs to.
             traced: the result of `is_any_traced`, if the caller has it.
             queued: it is the turn of a call in flight.
 
         Returns:
-            `outs`, and new tensors for what has none; views of the inputs where a selection is one.
+            `outs`, or new tensors; views of the inputs where a selection is one.
         """
         group = self.group
         if group.world == 1:
@@ -290,20 +289,17 @@ class Exchange:
             apply_scale(output, factor, divide)
         return output
 
-    def _finish(
-        self, outputs: list[Any], outs: Sequence[torch.Tensor | None] | None, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
+    def _finish(self, outputs: list[Any], outs: Tensors | None, dtype: torch.dtype) -> list[torch.Tensor]:
         """Copy outputs that could not be written to `outs`; scale those of dtypes that the core cannot."""
-        results = []
-        for out, output in zip([None] * len(outputs) if outs is None else outs, outputs, strict=True):
-            if out is None:
-                out = output if output.dtype == dtype else output.view(dtype)
-            elif output is not None:
-                copy_items(out, output)
-            results.append(out)
-        for out in results if dtype not in SCALE_TYPES else ():
+        if outs is None:
+            outs = [output if output.dtype == dtype else output.view(dtype) for output in outputs]
+        else:
+            for out, output in zip(outs, outputs, strict=True):
+                if output is not None:
+                    copy_items(out, output)
+        for out in outs if dtype not in SCALE_TYPES else ():
             apply_scale(out, *self.scale)
-        return results
+        return list(outs)
 
     def _run_traced(self, inputs: Tensors, forward: Number) -> Tensors:
         """Run it in dispatched ops."""

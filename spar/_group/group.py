@@ -79,7 +79,7 @@ class Group(GroupState):
         action: Callable[[float], Any] | None,
         core: Any = None,
         inputs: Sequence[torch.Tensor] = (),
-        outs: Sequence[Any] | None = None,
+        outs: Sequence[torch.Tensor] | None = None,
         forward: Any = 0,
         alike: bool = False,
         queued: bool = False,

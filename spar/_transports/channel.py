@@ -25,7 +25,6 @@ class Channel(Protocol):
         sides: those of a plan that the transport needs besides what it sends: `_C.SIDE_PULL`, or 0.
         core: its communicator in the C core, which also has the ranks' mailboxes, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
-        takes_columns: whether `outs` may be columns of a tensor [B, S, ...], or None for some outputs.
         overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
         exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
             returns its outputs, new contiguous tensors in whatever memory the transport uses. `core` is what
@@ -41,7 +40,6 @@ class Channel(Protocol):
     name: str
     sides: int
     enqueues: bool
-    takes_columns: bool
     overlaps: bool
 
     @property

@@ -23,7 +23,6 @@ class CoreChannel:
     sides = 0
     enqueues = False
     overlaps = True
-    takes_columns = False
 
     def __init__(self, group: GroupState, core: _C.Comm | None) -> None:
         self.group: GroupState = weakref.proxy(group)

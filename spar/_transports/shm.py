@@ -26,7 +26,6 @@ class ShmChannel(CoreChannel):
         place = group.peer_info, group.rank, group.local_ranks, group.name
         super().__init__(group, _C.comm(self.name, *place))
         self.exchange = self._exchange_and_copy if group.own_output else self.core.exchange
-        self.takes_columns = not group.own_output
         # an exchange in flight copies and polls: without a core of its own it takes its time from the kernel
         self.overlaps = group.core_share > torch.get_num_threads()
 

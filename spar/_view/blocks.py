@@ -25,9 +25,9 @@ def find_blocks(
     model: torch.nn.Module, patterns: Sequence[str] | None, where: str
 ) -> dict[str, torch.nn.Module]:
     if patterns is None:
-        listed = _listed(model, "")
-        attending = {name: block for name, block in listed.items() if _attends(block)}
-        if not listed:
+        lists = _lists(model, "")
+        attending = [_like_attending(blocks) for blocks in lists]
+        if not lists:
             ways = ['blocks=["layers.*"], the modules before which its sequence is to be sharded']
             rows = 'blocks=[""], by which rows of the images or videos that the model receives are sharded'
             ways.insert(not has_convolutions(model), rows)
@@ -35,7 +35,8 @@ def find_blocks(
                 f"{where}: {type(model).__name__} has no ModuleList of blocks; pass to spar.parallelize "
                 + ", or ".join(ways)
             )
-        return attending or listed
+        chosen = attending if any(attending) else lists
+        return {name: block for blocks in chosen for name, block in blocks.items()}
     modules = dict(model.named_modules())
     found: dict[str, torch.nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -49,16 +50,29 @@ def find_blocks(
     return found
 
 
-def _listed(module: torch.nn.Module, path: str) -> dict[str, torch.nn.Module]:
-    """Return the elements of the outermost lists of modules."""
-    found: dict[str, torch.nn.Module] = {}
+def _lists(module: torch.nn.Module, path: str) -> list[dict[str, torch.nn.Module]]:
+    """Return the elements of each outermost list of modules, by their names."""
+    found = []
     for name, child in module.named_children():
         at = f"{path}{name}"
         if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
-            found |= {f"{at}.{key}": block for key, block in child.named_children()}
+            found.append({f"{at}.{key}": block for key, block in child.named_children()})
         else:
-            found |= _listed(child, f"{at}.")
-    return found
+            found += _lists(child, f"{at}.")
+    return [blocks for blocks in found if blocks]
+
+
+def _like_attending(blocks: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Return the elements of a list that have attention, and those that receive the same as one of these.
+
+    Such are layers of recurrences among layers of attention.
+    """
+    received = {_first_parameter(block) for block in blocks.values() if _attends(block)}
+    return {name: block for name, block in blocks.items() if _first_parameter(block) in received}
+
+
+def _first_parameter(block: torch.nn.Module) -> str:
+    return next(iter(inspect.signature(block.forward).parameters), "")
 
 
 def _attends(block: torch.nn.Module) -> bool:

@@ -28,9 +28,10 @@ from torch.compiler import is_dynamo_compiling
 from .._exchange.observers import _dispatch_modes
 from ..ops.gather import all_gather
 from .backends import Backend, backend_in, compiled_by
-from .experts import Numbers, Same, allow_in_graph
 from .graph_inputs import GraphInputs
 from .hollow import Hollows, is_hollow, local_of
+from .leaves import allow_in_graph
+from .module_leaves import Numbers, Same
 from .nested import changed, sequence_of, tensors_in
 from .part import Shard, mark, shard_of
 from .spans_mask import SpansMask
@@ -53,18 +54,18 @@ class CompiledBlocks:
     """What torch.compile made of a sharded model's blocks.
 
     Attributes:
-        experts: the forwards of modules of experts, whose `number` graphs have.
+        leaves: by modules that graphs have as one node, what stands in place of their forwards.
     """
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.experts: dict[nn.Module, Any] = {}
+        self.leaves: dict[nn.Module, Any] = {}
         self.numbers = Numbers()
         self.kinds: dict[Any, _Kind] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlocks:
         made = CompiledBlocks(copy.deepcopy(self.view, memo))
-        made.experts = copy.deepcopy(self.experts, memo)
+        made.leaves = copy.deepcopy(self.leaves, memo)
         return made
 
     def run(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -92,10 +93,10 @@ class CompiledBlocks:
         entry = kind.entry(block, shards, (shards, *_replaced_code(block)))
         if entry is None:
             return own(*args, **kwargs)
-        for module in block.modules() if self.experts else ():
-            if module in self.experts:
-                experts = self.experts[module]
-                experts.number = self.numbers.number(module, experts.own)
+        for module in block.modules() if self.leaves else ():
+            forward = self.leaves.get(module)
+            if forward is not None:
+                forward.number = self.numbers.number(module, forward)
         return entry.call(block, own, args, kwargs, {id(x) for x in tensors})
 
 

@@ -29,19 +29,19 @@ from ..topology.topology import current
 from .agreement import Agreement
 from .backends import Backend, backend_of_trace
 from .blocks import Shards, find_blocks
-from .caches import follow
 from .compiled import CompiledBlocks, backend_of, of_its_own
-from .experts import are_experts, in_graph, run_experts
 from .generators import CODE
 from .images import shard_rows
 from .inputs import GivenParts, compared
+from .library import NO_LIBRARY, Library, RunModule
+from .module_leaves import in_graph
 from .nested import tensors_in
 from .part import Parts, part_of, placement
 from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .tracing import is_traced
-from .view import Around, View, current_view, eagerly, without_view
+from .view import View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
@@ -60,12 +60,12 @@ def sharded(
     inputs: Sequence[str] = (),
     outputs: str = "whole",
     strict: bool = False,
-    around: Around = contextlib.nullcontext,
+    library: Library = NO_LIBRARY,
     report: Report | None = None,
 ) -> Report:
     """Shard a model as `spar.parallelize` says.
 
-    where: the caller, for messages. around: of `View`. report: another model's, to which this one adds.
+    where: the caller, for messages. library: of `View`. report: another model's, to which this one adds.
     """
     check_module(model, where)
     if is_sharded(model):
@@ -90,7 +90,7 @@ def sharded(
     state = _state_of(real, where) if method == "hybrid" else None
     kind = layout if isinstance(layout, str) else "even"
     parts = Parts(real, place.world, place.rank, None if state else method, state, kind)
-    view = View(parts, strict, around, outputs == "parts")
+    view = View(parts, strict, library, outputs == "parts")
     view.report = view.report if report is None else report
     layout_of = None if isinstance(layout, str) else layout
     vars(model)[_STATE] = _Sharded(model, view, found, layout_of, inputs)
@@ -167,8 +167,9 @@ class _Sharded:
         for name, module in inner.items():
             self._replace(module, functools.partial(_BlockForward, name))
         for module in model.modules():
-            if are_experts(module):
-                self._replace(module, _ExpertsForward)
+            run = view.library.run_of(module)
+            if run is not None:
+                self._replace(module, functools.partial(_LeafForward, run))
         self._replace(model, _model_forward())
 
     def _replace(self, module: torch.nn.Module, kind: Any) -> None:
@@ -292,11 +293,17 @@ class _BlockForward(_Forward):
             warn_caller(f"block {self.name} {problem}; {advice}")
 
 
-class _ExpertsForward(_Forward):
-    def __init__(self, *rest: Any) -> None:
+class _LeafForward(_Forward):
+    """Of a module that the library runs on parts.
+
+    run: see `Library`.
+    """
+
+    def __init__(self, run: RunModule, *rest: Any) -> None:
         super().__init__(*rest)
+        self.run = run
         self.number = 0  # in graphs
-        self.sharded.compiled.experts[self.module] = self
+        self.sharded.compiled.leaves[self.module] = self
         self.has_buffers = any(True for _ in self.module.buffers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +314,7 @@ class _ExpertsForward(_Forward):
             return in_graph(self.number, len(weights), *weights, *args, *kwargs.values())
         if not self.sharded.is_running:
             return self.own(*args, **kwargs)
-        return run_experts(self.sharded.view, self.module, self.own, args, kwargs)
+        return self.run(self.sharded.view, self.module, self.own, args, kwargs)
 
 
 class _ModelForward(_Forward):
@@ -363,7 +370,8 @@ class _ModelForward(_Forward):
                 with intercepted(view), view.forward(args, kwargs):
                     output = view.output(self._in_view(args, kwargs))
                 sharded.agreement.end(view.word)
-                follow(view, *kwargs.values(), output)
+                if view.library.follow is not None:
+                    view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:
                 call.device = view.parts.device.type
                 if isinstance(error, MismatchError):

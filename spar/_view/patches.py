@@ -107,7 +107,7 @@ def _install(view: View) -> None:
     if flex is not None:
         _restore.enter_context(redirected(flex.flex_attention, intercepting))
         _restore.enter_context(redirected(flex.create_block_mask, making_masks))
-    _restore.enter_context(view.around())
+    _restore.enter_context(view.library.around())
     if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
         _restore.enter_context(torch.compiler.set_stance("force_eager"))
 

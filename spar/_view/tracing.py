@@ -20,6 +20,7 @@ from .._attention.spans import Spans
 from .._tracing import constant
 from .functions import function_of, is_operator
 from .groups import is_collective_operator
+from .leaves import in_view_of
 from .nested import tensors_in
 from .part import has_part, mark, shard_of, whole_shape
 from .patches import intercepted
@@ -114,7 +115,7 @@ class TracingView(View):
     """
 
     def __init__(self, view: View, leaves: Any) -> None:
-        super().__init__(view.parts, False, view.around)
+        super().__init__(view.parts, False, view.library)
         self.blocks, self.leaves = 1, leaves
 
 
@@ -143,9 +144,9 @@ class _Run(torch.fx.Interpreter):
         return _plain(args), _plain(kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        leaf = getattr(target, "_spar_in_view", None)
-        if leaf is not None:
-            return leaf(self.view, *args, **kwargs)
+        in_view = in_view_of(target)
+        if in_view is not None:
+            return in_view(self.view, *args, **kwargs)
         if is_operator(target) and is_collective_operator(function_of(target).name):
             raise Refused("it communicates itself")
         if not isinstance(target, HigherOrderOperator):

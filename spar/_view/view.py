@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .functions import Function, function_of, hides_writes
 from .generators import TORCH, draws_since, states, states_of
 from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
+from .library import NO_LIBRARY, Library
 from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
 from .moving import moved
 from .nested import changed, tensors_in
@@ -42,7 +43,6 @@ rename_
 """
 MEMORY = frozenset(_MEMORY_NAMES.split())
 
-Around = Callable[[], AbstractContextManager[None]]
 BackendOf = Callable[[torch.nn.Module], Any]  # of torch.compile, for a block; None: it runs eagerly
 
 
@@ -58,7 +58,7 @@ class View(Mode, TorchFunctionMode):
     decisions depend on parts and whole shapes.
 
     strict: whether a function inside blocks that has to run whole is an error.
-    around: what is entered while any view runs, also in backward for a checkpoint; the same of all views.
+    library: what it is told of the model's library.
     returns_parts: whether what a forward returns of a sequence is this rank's tokens.
     """
 
@@ -66,11 +66,11 @@ class View(Mode, TorchFunctionMode):
         self,
         parts: Parts,
         strict: bool = False,
-        around: Around = nullcontext,
+        library: Library = NO_LIBRARY,
         returns_parts: bool = False,
     ) -> None:
         super().__init__()
-        self.parts, self.strict, self.around, self.returns_parts = parts, strict, around, returns_parts
+        self.parts, self.strict, self.library, self.returns_parts = parts, strict, library, returns_parts
         self.report = Report()
         self.blocks = 0  # of the model, that the code is in
         self._steps: dict[tuple[Any, ...], Step] = {}
@@ -414,7 +414,7 @@ class View(Mode, TorchFunctionMode):
         return RuntimeError(f"{name} at {where} {problem}; {advice}")
 
     def __deepcopy__(self, memo: object) -> View:
-        return View(self.parts, self.strict, self.around, self.returns_parts)
+        return View(self.parts, self.strict, self.library, self.returns_parts)
 
 
 def current_view() -> View | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is replaced in other libraries while a view runs, which would not see these functions."""
+"""What views are told of transformers and diffusers, and what is replaced there while one runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+import torch
+
+from .._view.library import Library, RunModule
 from ._diffusers.kernels import kernels_of_parts
+from ._transformers.caches import follow
 from ._transformers.eager import attending
+from ._transformers.experts import are_experts, run_experts
 from ._transformers.mask_makers import making_spans
+from ._transformers.mixers import is_lightning, run_lightning, serving
+from ._transformers.orders import ordering
 
 # The modules to change, and what changes them until it is left.
 _CHANGES = (
     ("transformers.masking_utils", making_spans),
     ("transformers.modeling_utils", attending),
+    ("transformers.modeling_utils", serving),
+    ("transformers.modeling_utils", ordering),
     ("diffusers.models.attention_dispatch", kernels_of_parts),
 )
 
 
 @contextlib.contextmanager
-def seen_by_views() -> Iterator[None]:
+def _seen_by_views() -> Iterator[None]:
     """Let views see what the libraries that are imported compute."""
     with contextlib.ExitStack() as stack:
         for name, change in _CHANGES:
@@ -28,3 +37,12 @@ def seen_by_views() -> Iterator[None]:
             if module is not None:
                 stack.enter_context(change(module))
         yield
+
+
+def _run_of(module: torch.nn.Module) -> RunModule | None:
+    if are_experts(module):
+        return run_experts
+    return run_lightning if is_lightning(module) else None
+
+
+LIBRARIES = Library(_seen_by_views, _run_of, follow)

@@ -11,7 +11,9 @@ from .._view.model import LayoutOf, check_module, is_sharded, sharded, unsharded
 from .._view.report import Report
 from ..topology.resolve import Group
 from ._diffusers import models as diffusers
-from ._libraries import seen_by_views
+from ._libraries import LIBRARIES
+from ._transformers.mixers import serve
+from ._transformers.orders import order_sets
 
 
 def parallelize(
@@ -73,6 +75,8 @@ def parallelize(
     if diffusers.is_of_diffusers(model):
         diffusers.check_model(model, where)
         coders = diffusers.coders_of(model, where)
+    serve(model)
+    order_sets(model)
     if not coders:
         return sharded(
             model,
@@ -84,7 +88,7 @@ def parallelize(
             inputs=inputs,
             outputs=outputs,
             strict=strict,
-            around=seen_by_views,
+            library=LIBRARIES,
         )
     if method == "hybrid":
         raise ValueError(f'{where}: method is "hybrid"; expected another for an autoencoder, of rows')
@@ -108,7 +112,7 @@ def parallelize(
             blocks=[""],
             method=method,
             strict=strict,
-            around=seen_by_views,
+            library=LIBRARIES,
             report=report,
         )
     assert report is not None

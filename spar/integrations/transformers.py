@@ -1,53 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run and train a stock transformers model over a sharded sequence: docs/transformers.md.
-
-    spar.integrations.transformers.register()
-    model.set_attn_implementation("spar")
-    batch = spar.integrations.transformers.shard(model, batch, group=cp, token_group=dp)
-    loss = model(**batch).loss
-    (loss * world).backward()
-    print(spar.integrations.transformers.total_loss(loss, group=cp, token_group=dp))
-
-`world`: the number of ranks over which DDP or FSDP averages gradients; 1 if they are summed.
-"""
+"""Names of before `spar.parallelize`, which runs models of transformers now: docs/transformers.md."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from .._deprecated import warn_deprecated
+from ..ops.gather import all_gather
 from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
-from ._transformers.attention import attention_forward, mask_in_forward, refuse_to_generate, registered
-from ._transformers.masks import WHOLE, whole_mask
-from ._transformers.models import stock
-from ._transformers.sharding import Sharding
+from ._former_names import REMOVAL
+from ._parallelize import parallelize, unparallelize
 
 __all__ = ["register", "shard", "total_loss"]
 
-_TOTAL = "transformers.total_loss"
+_STATE = "_spar_former"  # the attribute of a model that `shard` parallelized
+_SHARE, _LAYOUT = "spar_share", "layout"  # what `shard` adds to the batch
+_IGNORED = -100  # the label of a token that does not count
 
 
 def register(name: str = "spar") -> None:
-    """Add spar.attention to transformers, for `model.set_attn_implementation(name)`.
-
-    Registers an attention function and a mask function. It may be called again.
-
-    Raises:
-        ValueError: transformers has another attention of this name.
-    """
+    """Deprecated: a parallelized model needs no attention of its own. Makes the name one for `sdpa`."""
+    warn_deprecated("transformers.register", "spar.parallelize(model, group)", REMOVAL)
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if not isinstance(name, str):
-        raise TypeError(f"register: name is {name!r:.80}; expected a str")
-    if name not in registered and name in (*AttentionInterface().valid_keys(), "eager"):
-        raise ValueError(f"register: name is {name!r}, an attention of transformers; pass another name")
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask_in_forward)
-    AttentionMaskInterface.register(WHOLE, whole_mask)
-    registered.add(name)
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for option in ("s_aux", "sinks", "softcap"):
+            if kwargs.get(option) is not None:
+                raise ValueError(
+                    f"attention of {type(module).__name__}: {option} is given, which sdpa does not compute; "
+                    'call model.set_attn_implementation("eager")'
+                )
+        return AttentionInterface()["sdpa"](module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return AttentionMaskInterface()["sdpa"](*args, **kwargs)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
 
 
 def shard(
@@ -60,81 +53,131 @@ def shard(
     scan: str | None = None,
     token_group: Group = None,
     check: bool = True,
-    whole: Sequence[str] | None = None,
+    whole: Any = None,
 ) -> dict[str, Any]:
-    """Turn a whole batch into this rank's keyword arguments of the model's forward.
+    """Deprecated: `spar.parallelize(model, group)` once, then `model(**batch)` with the whole batch.
 
-    Collective over `group`, and over `token_group` if there are labels.
+    Parallelizes the model of transformers inside of `model`, and returns the whole batch. The loss of
+    `model(**shard(...))` is this rank's share of the loss of all tokens, as before, and other outputs of a
+    sequence are this rank's tokens. `scan`, `check` and `whole` have no effect.
 
-    The loss of `model(**shard(...))` is the sum of this rank's token losses over the number of all ranks'
-    tokens; `total_loss` sums it. Sum gradients over all ranks; under DDP or FSDP, which average, multiply the
-    loss by their number.
-
-    Args:
-        model: a causal language model of transformers that uses the registered attention, the model inside
-            it, or one with a head of classification or question answering over it; it may be inside PEFT,
-            DDP, FSDP2 (fully_shard) or torch.compile.
-        batch: the whole batch, equal on all ranks of `group`. It has input_ids `[B, S]` or inputs_embeds
-            `[B, S, D]`, and if wanted position_ids, attention_mask (`[B, S]`, `[B, 1, S, S]`,
-            `spar.Spans`, or a dict of these by kind of layer; docs/transformers.md says which layers honour
-            which), labels or shift_labels (classification of sequences: labels of samples; question
-            answering: start_positions and end_positions), and what transformers' collators add for flash
-            attention.
-            With num_items_in_batch, the number of all ranks' labels in the step, labels are not counted.
-        layout: how the sequence lies on the ranks. None: packed if position_ids restart, in the same places
-            in each sample, and each rank then has a token; else zigzag if keys are gathered or go round a
-            ring; else even.
-        group: the ranks that share the sequence: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or
-            None for the layout's, or the current topology's sequence group (WORLD if there is none).
-        method: as in `spar.attention`.
-        scan: what ranks exchange for recurrences: linear attention and state spaces. "heads": tokens for
-            heads; "state": states, whose size does not depend on the length; "bytes": states, if they are
-            less than half of the bytes. None: "bytes" if the ranks are on several hosts; else "heads" where
-            each rank has a head, and "state" where there are fewer.
-        token_group: the ranks over which labels are counted, a group as above: the data-parallel ranks, which
-            have other batches; or all ranks, with those of `group`. None if `group` spans all ranks.
-        check: whether to compare the batch over the group by a hash, and the states of torch's generator if
-            the model has dropout. The hash copies the batch to the CPU.
-        whole: patterns (fnmatch) of the paths of modules, as of `named_modules()` of the transformers model.
-            Each rank runs these on the whole sequence, and keeps its own part of their outputs: the way out
-            for layers that mix tokens as spar does not know. Exact, but no faster than one process. The next
-            call replaces it.
-
-    Returns:
-        A dict of this rank's shards, position_ids of the whole sequence, masks over the whole sequence as
-        `spar.Spans`, shifted labels, num_items_in_batch, `layout` and `method`. use_cache is False. Where a
-        head has values of a whole sequence, the whole batch, with these in `inside`.
-
-    Raises:
-        ValueError: the model, the batch or the layout cannot be sharded.
-        TypeError: an argument is of another type.
-        MismatchError: ranks of the group have other batches, or the same random numbers. Every rank raises.
+    Collective over `token_group` if there are labels.
     """
-    sequence_group = layout.group if group is None and isinstance(layout, SequenceLayout) else group
-    real = process_group(sequence_group, "transformers.shard")
-    sharding = Sharding(stock(model), real, token_group)
-    refuse_to_generate()
-    with sharding.reported():
-        return sharding.run(batch, layout, method, scan, check, whole)
+    warn_deprecated("transformers.shard", "spar.parallelize(model, group), then model(**batch)", REMOVAL)
+    real = process_group(
+        layout.group if group is None and layout is not None else group, "transformers.shard"
+    )
+    former = _former(_stock(model), real, "hybrid" if _is_hybrid(layout) else method)
+    if layout is None:
+        ids = batch.get("input_ids")
+        total = (batch["inputs_embeds"] if ids is None else ids).size(1)
+        layout = SequenceLayout.even(total, real)
+    share = 1 / real.size()
+    if token_group is not None and batch.get("num_items_in_batch") is None:
+        share *= _share_of_labels(former.model, batch, real, process_group(token_group, "transformers.shard"))
+    return {**batch, "use_cache": False, _LAYOUT: layout, _SHARE: share}
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:
-    """Sum the ranks' losses: the loss of one process, equal on all ranks. It is for logs, without gradients.
+    """Deprecated: the loss of a parallelized model is that of one process. Sums what `shard` divided.
 
-    Collective over `group`, and over `token_group`. If the batches of a step had num_items_in_batch, the
-    values of its micro-batches sum to the loss of the step.
-
-    Args:
-        loss: that of `model(**shard(...))`, before it is multiplied for DDP or FSDP.
-        group, token_group: those of `shard`. token_group is None if `group` spans all ranks.
-
-    Returns:
-        A 0-dim tensor of the loss's dtype. The sum runs in float64, in the ranks' order.
-
-    Raises:
-        ValueError: the loss is not a 0-dim float tensor, or the groups do not fit each other.
-        MismatchError: another rank failed.
+    Collective over `group`, and over `token_group`.
     """
-    sharding = Sharding(None, process_group(group, _TOTAL), token_group, _TOTAL)
-    with sharding.reported():
-        return sharding.total(loss)
+    warn_deprecated("transformers.total_loss", "the loss itself", REMOVAL)
+    real = process_group(group, "transformers.total_loss")
+    total = loss.detach().double()
+    tokens = None if token_group is None else process_group(token_group, "transformers.total_loss")
+    if tokens is None or not _contains(tokens, real):
+        total = all_gather(total[None], real).sum()
+    if tokens is not None:
+        total = all_gather(total[None], tokens).sum()
+    return total.to(loss.dtype)
+
+
+class _Former:
+    """A model that `shard` parallelized.
+
+    Attributes:
+        layout, share: of the newest forward.
+    """
+
+    def __init__(self, model: Any, group: Any, method: str | None) -> None:
+        self.model, self.group, self.method = model, group, method
+        self.layout: SequenceLayout | None = None
+        self.share = 1.0
+        layout_of: Any = "even" if method == "hybrid" else lambda _: self.layout
+        parallelize(model, group, method=method, layout=layout_of, outputs="parts")
+        self._hooks = [
+            model.register_forward_pre_hook(self._take, with_kwargs=True),
+            model.register_forward_hook(self._divide),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        unparallelize(self.model)
+
+    def _take(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs = {**kwargs}
+        self.share, self.layout = kwargs.pop(_SHARE, 1.0), kwargs.pop(_LAYOUT, None)
+        return args, kwargs
+
+    def _divide(self, model: Any, args: Any, output: Any) -> Any:
+        """Return the output with this rank's share of the loss: a tuple begins with it, or has none."""
+        if isinstance(output, tuple):
+            has_loss = isinstance(output[0], torch.Tensor) and output[0].dim() == 0
+            return (output[0] * self.share, *output[1:]) if has_loss else output
+        if getattr(output, "loss", None) is not None:
+            output.loss = output.loss * self.share
+        return output
+
+
+def _former(model: Any, group: Any, method: str | None) -> _Former:
+    """Return the state of a model that is parallelized over the group by the method."""
+    former: _Former | None = vars(model).get(_STATE)
+    if former is not None and (former.group is not group or former.method != method):
+        former.remove()
+        former = None
+    if former is None:
+        former = vars(model)[_STATE] = _Former(model, group, method)
+    return former
+
+
+def _stock(model: Any) -> Any:
+    """Return the model of transformers, which may be inside of PEFT, DDP or torch.compile."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise TypeError(
+        f"transformers.shard: model is a {type(model).__name__}; expected a model of transformers"
+    )
+
+
+def _is_hybrid(layout: SequenceLayout | None) -> bool:
+    return layout is not None and layout.kind == "hybrid"
+
+
+def _share_of_labels(model: Any, batch: Mapping[str, Any], group: Any, tokens: Any) -> float:
+    """Return what part of the labels of all data-parallel ranks this rank's batch has."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if shifted is None and labels is not None and type(model).__name__.endswith("ForCausalLM"):
+        shifted = labels[:, 1:]
+    found = next((x for x in (shifted, labels, batch.get("start_positions")) if x is not None), None)
+    if found is None:
+        return 1.0
+    own = (
+        (found != _IGNORED).sum()
+        if not found.is_floating_point()
+        else torch.tensor(len(found), device=found.device)
+    )
+    total = all_gather(own.to(torch.int64)[None], tokens).sum() / (
+        group.size() if _contains(tokens, group) else 1
+    )
+    return float(own) / max(float(total), 1.0)
+
+
+def _contains(outer: Any, inner: Any) -> bool:
+    ranks = torch.distributed.get_process_group_ranks
+    return set(ranks(inner)) <= set(ranks(outer))

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._exchange.arguments import Arguments, not_empty
 from .._exchange.autocast import no_autocast
 from ..sequence_layout import SequenceLayout, checked_numbers
-from .fragments import Fragment, Lengths, fragments_of
+from .fragments import Fragment, fragments_of
 from .gather import transpose_for
 from .unused import depending_on
 
@@ -88,27 +88,16 @@ def by_state(
         MismatchError: calls differ between ranks. Every rank raises.
     """
     recurrence = Recurrence(fn, tuple(state), transition, values, decay, correct, like)
-    return pass_states(recurrence, tensors, layout, None, seq_dim)
-
-
-def pass_states(
-    recurrence: Recurrence,
-    tensors: Sequence[Tensor],
-    layout: SequenceLayout,
-    documents: Lengths | None = None,
-    seq: int = 1,
-) -> Tensor:
-    """Run `by_state`, also with documents in a layout that does not know of them: see `fragments_of`."""
     tensors = not_empty(_NAME, tensors, layout.group)
     # One exchange, and the peers' next call, in which they learn that fn failed behind it.
     with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 2) as call:
-        seq = call.dim("seq_dim", seq)
+        seq = call.dim("seq_dim", seq_dim)
         for i, x in enumerate(tensors):
             checked_numbers(call.beside(x, f"tensors[{i}]"), "layout", layout, seq, False)
         if not 0 <= recurrence.like < len(tensors):
             raise call.error("like", recurrence.like, f"the index of one of {len(tensors)} tensors")
         _check_recurrence(call, recurrence, tensors, seq)
-        return _Passing(call, recurrence, tensors, layout, documents, seq).run()
+        return _Passing(call, recurrence, tensors, layout, seq).run()
 
 
 def _check_recurrence(call: Arguments, given: Recurrence, tensors: Sequence[Tensor], seq: int) -> None:
@@ -159,13 +148,11 @@ class _Passing:
         given: Recurrence,
         tensors: Sequence[Tensor],
         layout: SequenceLayout,
-        documents: Lengths | None,
         seq: int,
     ) -> None:
         self.call, self.given, self.tensors, self.layout, self.seq = call, given, tensors, layout, seq
-        self.own, self.succession = fragments_of(layout, call.world, call.rank, documents)
-        by_sample = documents is not None and len(documents) > 1
-        self.state = (1, *given.state[1:]) if by_sample else given.state
+        self.own, self.succession = fragments_of(layout, call.world, call.rank)
+        self.state = given.state
         self.width = 1 if given.decay else self.state[-2]
         dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
         self.zeros = torch.zeros(self.state, dtype=dtype, device=tensors[0].device)
@@ -190,19 +177,15 @@ class _Passing:
 
     def part(self, fragment: Fragment) -> list[Tensor]:
         """Return a fragment of each tensor."""
-        rows = self.tensors if fragment.row is None else [x.narrow(0, fragment.row, 1) for x in self.tensors]
-        return [x.narrow(self.seq, fragment.begin, fragment.size) for x in rows]
+        return [x.narrow(self.seq, fragment.begin, fragment.size) for x in self.tensors]
 
     def joined(self, outputs: Sequence[Tensor | None]) -> Tensor:
         """Concatenate the outputs of all fragments."""
-        rows: dict[int | None, list[Tensor]] = {}
-        for fragment, output in zip(self.own, outputs, strict=True):
-            assert output is not None
-            rows.setdefault(fragment.row, []).append(output)
-        if not rows:
+        listed = [output for output in outputs if output is not None]
+        if not listed:
             # Peers with tokens exchange the gradients of all tensors.
             return depending_on(self.tensors[self.given.like], self.tensors)
-        return torch.cat([torch.cat(parts, self.seq) for parts in rows.values()])
+        return torch.cat(listed, self.seq)
 
     def alone(self, part: Sequence[Tensor], before: Sequence[int], continued: bool) -> _Alone:
         """Compute what a fragment does without the state before it."""

@@ -23,8 +23,6 @@ from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
 
-Lengths = tuple[int, ...]
-
 
 class Windows(NamedTuple):
     """The first tokens of each fragment behind the tokens before them.
@@ -47,16 +45,14 @@ class Windows(NamedTuple):
 
 
 def _windows(
-    layout: Layout, lengths: Lengths, documents: Lengths, before: int, world: int, rank: int, device: Any
+    layout: Layout, lengths: tuple[int, ...], before: int, world: int, rank: int, device: Any
 ) -> Windows:
-    """Return the windows of a rank; lengths, documents: the layout's, and what they are divided into."""
-    of_ranks = [fragments(layout, documents, world, peer) for peer in range(world)]
+    """Return the windows of a rank."""
+    of_ranks = [fragments(layout, lengths, world, peer) for peer in range(world)]
     wanted: list[list[Part]] = []
-    for peer, listed in enumerate(of_ranks):
-        # The exchange is that of a halo, which ranks in a graph make: in front of a run, of its sequence.
-        lows = {x.start: x.low for x in fragments(layout, lengths, world, peer)}
-        windows = [(x, lows.get(x.start, x.start), min(before, x.size)) for x in listed]
-        wanted.append([part for x, low, count in windows for part in _window(x.start, before, count, low)])
+    for listed in of_ranks:
+        # The exchange is that of a halo, which ranks in a graph make.
+        wanted.append([part for x in listed for part in _window(x.start, before, min(before, x.size), x.low)])
     plan = plan_pieces(shards(layout, world), wanted, rank)
     order: list[Part] = []
     parts = iter(plan.order)
@@ -117,7 +113,6 @@ def convolve(
     fn: Callable[[Tensor], Tensor],
     x: Tensor,
     layout: SequenceLayout,
-    documents: Lengths | None,
     before: int,
     dim: int,
     keeps_result: bool,
@@ -127,14 +122,12 @@ def convolve(
     Args:
         fn: called with this rank's tokens, and with the windows. Before the first token it assumes zeros.
         x: at least one token.
-        documents: their lengths, one behind the other; None: there are none, or the layout has them.
         keeps_result: whether fn's backward needs its result, which is then copied, not modified.
     """
     with Arguments("SequenceLayout.halo", x, layout.group) as call:
         numbers = checked_numbers(call, "layout", layout, call.dim("dim", dim), False)[1:]
-        lengths = layout.lengths
         place = call.world, call.rank, x.device
-        windows = _remembered((0, *numbers), lengths, documents or lengths, before, *place)
+        windows = _remembered((0, *numbers), layout.lengths, before, *place)
         # Storage of the gradient of fn's result: see _Tap.
         shared = SimpleNamespace(upper=0)
         own, tokens = _Tap.apply(x, windows.places, dim, shared)  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ class PackedSamples:
             fill: for tokens without such a token; x's dtype must have it.
 
         Returns:
-            A tensor `[1, S, ...]`, the whole row, as `integrations.transformers.shard` takes it.
+            A tensor `[1, S, ...]`, the whole row, as a parallelized model takes it.
         """
         layout, flat = self._layout(row), self._flat(x)
         _check_fill(self._where, flat, fill)

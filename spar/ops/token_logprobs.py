@@ -69,8 +69,8 @@ def token_logprobs(
             head, `[B, S/P, D]`, `[V, D]` and `[V]`: logits then exist in tiles only, which backward computes
             again. 16-bit types are computed in float32.
         labels: `[B, S/P]` ints: the next token of each, shifted before the sequence was sharded, as
-            `SequenceLayout.shift` and `integrations.transformers.shard` do. Or `[B, S/P, K]`: K labels of
-            each token, such as a teacher's likeliest ones.
+            `SequenceLayout.shift` does. Or `[B, S/P, K]`: K labels of each token, such as a teacher's
+            likeliest ones.
         layout: how the sequence lies on the ranks.
         temperature: that of sampling, above 0: logits are divided by it. Or a tensor `[B, S/P]`, that of each
             token, which receives no gradient.

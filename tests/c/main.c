@@ -11,7 +11,6 @@ int test_messages(int argc, char **argv);
 int test_ring(int argc, char **argv);
 int test_peers(int argc, char **argv);
 int test_push(int argc, char **argv);
-int test_rows(int argc, char **argv);
 int test_scale(int argc, char **argv);
 int test_shm(int argc, char **argv);
 int test_siphash(int argc, char **argv);
@@ -25,14 +24,14 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         int (*run)(int argc, char **argv);
-    } tests[] = {{"arena", test_arena},         {"core", test_core},
-                 {"cuda", test_cuda},           {"ring", test_ring},
-                 {"peers", test_peers},         {"push", test_push},
-                 {"scale", test_scale},         {"shm", test_shm},
-                 {"siphash", test_siphash},     {"nontemporal", test_nontemporal},
-                 {"wait", test_wait},           {"sum", test_sum},
-                 {"links", test_links},         {"messages", test_messages},
-                 {"strangers", test_strangers}, {"rows", test_rows}};
+    } tests[] = {{"arena", test_arena},        {"core", test_core},
+                 {"cuda", test_cuda},          {"ring", test_ring},
+                 {"peers", test_peers},        {"push", test_push},
+                 {"scale", test_scale},        {"shm", test_shm},
+                 {"siphash", test_siphash},    {"nontemporal", test_nontemporal},
+                 {"wait", test_wait},          {"sum", test_sum},
+                 {"links", test_links},        {"messages", test_messages},
+                 {"strangers", test_strangers}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

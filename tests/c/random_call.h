@@ -289,7 +289,7 @@ static inline spar_tensor tensor_of(const part *p, const buffer *b)
     return (spar_tensor){p->item, p->ndim, b->extents, b->strides, p->nargs, p->args};
 }
 
-/* Writes a value derived from its global index into each cell, or expects that value; 2: and clears it. */
+/* Writes a value derived from its global index into each cell, or expects that value. */
 static inline void visit(const part *p, const buffer *b, int check)
 {
     int64_t cells = 1;
@@ -309,8 +309,6 @@ static inline void visit(const part *p, const buffer *b, int check)
             EXPECT(memcmp(b->data + at * p->item, value, (size_t)p->item) == 0);
         else
             memcpy(b->data + at * p->item, value, (size_t)p->item);
-        if (check == 2)
-            memset(b->data + at * p->item, NOT_WRITTEN, (size_t)p->item);
     }
 }
 

@@ -214,7 +214,6 @@ class Call(ctypes.Structure):
         ("outputs", POINTER(c_void_p)),
         ("blocks", c_void_p),
         ("targets", c_void_p),
-        ("pitches", c_void_p),
         ("scale", Scale),
         ("sum", c_int),
         ("text", c_char_p),

@@ -1,31 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with layers without attention, their batches, and comparisons with one process."""
+"""Models with layers without attention, and their batches."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
 import spar
-from spar import SequenceLayout
-from spar.integrations.transformers import total_loss
 
 from . import llms
-from .float64 import in_float64
-from .llms import compared, left_padded, restarts, sharding, whole, zigzag
+from .llms import left_padded
 
 PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp"]
-Group = dist.ProcessGroup
 POOL = (2, 3, 4)  # of the modules that import it
-TOLERANCE = 1e-5
-Rows = tuple[tuple[int, ...], ...]
 # Gradients of A_log and dt_bias are sums over all tokens that almost cancel. transformers computes the gates
 # in float32, whose rounding depends on the processor (1.74e-4 with AVX2); `test_gates_in_float64` compares
 # them without it.
@@ -120,20 +110,6 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name witho
         | {"mamba_d_state": 6, "mamba_dt_rank": 4, "n_mamba_heads": 2, "num_key_value_heads": 8},
     ),
 }
-INDEXED = (
-    LINEAR
-    | EXPERTS
-    | {
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    }
-)
-# Their attention passes no position_ids to its masks, so that shard refuses packed documents.
-WITHOUT_DOCUMENTS = {"granitemoehybrid"}
 
 
 def maker(name: str, **changes: Any) -> Callable[[], Any]:
@@ -158,74 +134,6 @@ def padded() -> dict[str, Tensor]:
     return batch
 
 
-def built(make: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)
-    return make()
-
-
-def limit(name: str, scan: str | None = None) -> float:
-    # By state sums run in another order: as far from one process as one process in float32 is from float64.
-    return (ROUNDING if name.endswith(GATES) else TOLERANCE) * (3 if scan == "state" else 1)
-
-
-def check_exact(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> None:
-    report = compared(make, batch, group, **arguments)
-    for entry in report.entries:
-        zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6  # rounding of a gradient of 0
-        most = limit(entry.name, arguments.get("scan"))
-        assert zero or entry.max_rel_error < most, f"{entry}, {arguments}\n{report}"
-    assert report.entries[1].name == "logits" and report.reference_loss > 1
-
-
-def check_documents(
-    make: Callable[[], Any], documents: Rows, group: Group, *, mask: Any = None, **given: Any
-) -> SequenceLayout:
-    """Compare packed documents with runs of each document alone: one process does not separate them.
-
-    Each rank runs some of the documents alone. documents: their lengths in each sample. mask: an
-    attention_mask of them, beside position_ids.
-    """
-    batch = whole(len(documents), sum(documents[0]))
-    positions = torch.stack([restarts(*lengths) for lengths in documents])
-    batch["labels"] = batch["labels"].masked_fill(positions == 0, -100)
-    count = int((batch["labels"] != -100).sum())
-    model = built(make)
-    alone, expected = copy.deepcopy(model), torch.zeros(())
-    logits = torch.zeros(*batch["labels"].shape, llms.VOCABULARY)
-    spans = [
-        (slice(row, row + 1), slice(end - length, end))
-        for row, lengths in enumerate(documents)
-        for end, length in zip(accumulate(lengths), lengths, strict=True)
-    ]
-    for of in spans[dist.get_rank(group) :: dist.get_world_size(group)]:
-        output = alone(input_ids=batch["input_ids"][of], labels=batch["labels"][of], num_items_in_batch=count)
-        output.loss.backward()
-        expected += output.loss.detach()
-        logits[of] = output.logits.detach()
-    own_sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
-    sums = torch.cat([x.flatten() for x in (expected, logits, *own_sums)])
-    dist.all_reduce(sums, group=group)
-    sizes = [1, logits.numel(), *(p.numel() for p in alone.parameters())]
-    total, every, *references = sums.split(sizes)
-    part = sharding(group, **given)(model, batch | {"position_ids": positions, "attention_mask": mask})
-    output = model(**part)
-    output.loss.backward()
-    assert abs(float(total_loss(output.loss, group=group, token_group=group)) - total) < 1e-5 * total
-    own = part["layout"].shard(every.view_as(logits), 1)
-    assert (output.logits - own).abs().max() < TOLERANCE * own.abs().max()
-    for (name, q), reference in zip(model.named_parameters(), references, strict=True):
-        gradient = torch.zeros_like(q) if q.grad is None else q.grad
-        found = spar.all_gather(gradient[None], group).sum(0)
-        error = (found - reference.view_as(q)).abs().max()
-        most = limit(f"{name}.grad", given.get("scan"))
-        assert error < max(1e-6, most * float(reference.abs().max())), (name, error)
-    layout: SequenceLayout = part["layout"]
-    return layout
-
-
-DOCUMENTS = ((5, 1, 18, 2, 11),)  # some are shorter than a convolution, or than the ranks
-OTHERS = ((5, 1, 18, 2, 11), (14, 23))
-
 FEW = {  # two heads, for more ranks
     "qwen3_next": {"linear_num_value_heads": 2, "linear_num_key_heads": 1},
     "bamba": {"mamba_n_heads": 2, "mamba_d_head": 32, "mamba_n_groups": 1},
@@ -237,26 +145,6 @@ ONE_OF_EACH: dict[str, dict[str, Any]] = {  # the changes of a type's config
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "mamba": {"num_hidden_layers": 1},
 }
-
-
-# ---- comparisons ----
-
-
-def check_float64(rank: int, world: int, group: Group, name: str, scan: str | None = None) -> None:
-    def make() -> Any:
-        model = maker(name)().to(torch.float64)
-        for module in model.modules():
-            if hasattr(module, "decay_factors"):  # MiniMax's, which are buffers
-                factors = module.decay_factors(module.slope_rate)
-                module.query_decay, module.key_decay, module.diagonal_decay = factors
-        if hasattr(model.config, "num_experts_per_tok"):
-            model.set_experts_implementation("eager")  # torch has no grouped products in float64
-        return model
-
-    with in_float64(type(make())):
-        report = compared(make, padded(), group, layout=zigzag, scan=scan)
-    for entry in report.entries:
-        assert entry.max_rel_error < 1e-10, f"{entry}\n{report}"
 
 
 def sent() -> tuple[int, int]:

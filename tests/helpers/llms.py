@@ -13,10 +13,6 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import spar
-from spar import SequenceLayout
-from spar.testing import Report, compare
-
 Group = dist.ProcessGroup
 PRELOAD = ["transformers.models.llama.modeling_llama", "spar.testing", "spar.integrations.transformers"]
 PRELOAD += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch._inductor.debug"]
@@ -51,25 +47,6 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-}
-ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-OTHERS: dict[str, dict[str, Any]] = {
-    "Cohere2": {"sliding_window": 9},
-    "DeepseekV3": LATENT
-    | ROUTED
-    | {"num_key_value_heads": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
-    "Gemma3": {"sliding_window": 9},
-    "Glm4": {},
-    "GPTNeoX": {},
-    "Granite": {},
-    "Llama4": {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_local_experts": 4},
-    "Mixtral": {"num_local_experts": 4},
-    "Nemotron": {"initializer_range": 0.1},  # its attention and StableLM's receive a mask and no layout
-    "Olmo3": {"sliding_window": 9},
-    "Phi3": {},
-    "Qwen2": {},
-    "SmolLM3": {},
-    "StableLm": {},
 }
 
 
@@ -120,64 +97,17 @@ def packed_rows() -> dict[str, Tensor]:
     return whole() | {"position_ids": torch.stack([restarts(5, 20, 12), restarts(14, 23)])}
 
 
-def sharding(group: Group, **arguments: Any) -> Callable[[Any, Any], Any]:
-    """Return compare's shard_fn; `layout` may be a function of the total and the group."""
-
-    def shard(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-        spar.integrations.transformers.register()
-        model.set_attn_implementation("spar")
-        given = {"token_group": group} | arguments
-        if callable(given.get("layout")):
-            given["layout"] = given["layout"](batch["input_ids"].size(1), group)
-        part: dict[str, Any] = spar.integrations.transformers.shard(model, batch, group=group, **given)
-        return part
-
-    return shard
-
-
-def compared(make: Callable[[], Any], batch: dict[str, Any], group: Group, **arguments: Any) -> Report:
-    return compare(make, batch, sharding(group, **arguments), group, show=False)
-
-
-def check_exact(
-    make: Callable[[], Any],
-    batch: dict[str, Any],
-    group: Group,
-    tolerance: float = TOLERANCE,
-    **arguments: Any,
-) -> None:
-    """Check that the loss, the logits and each parameter's gradient are those of one process."""
-    report = compared(make, batch, group, **arguments)
-    for entry in report.entries:  # the gradient of a bias of keys is 0, but for rounding
-        zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6
-        assert zero or entry.max_rel_error < tolerance, f"{entry}, {arguments}\n{report}"
-    assert report.entries[1].name == "logits" and report.reference_loss > 1
-
-
-def even(total: int, group: Group) -> SequenceLayout:
-    return SequenceLayout.even(total, group)
-
-
-def zigzag(total: int, group: Group) -> SequenceLayout:
-    return SequenceLayout.zigzag(total, group)
-
-
 # ---- training beside one process ----
 
 
-def seeded(make: Callable[[], Any], attention: str) -> Any:
+def seeded(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
-    model = make()
-    spar.integrations.transformers.register()
-    model.set_attn_implementation(attention)
-    return model
+    return make()
 
 
-def gradients_of_one_process(
-    make: Callable[[], Any], *batches: dict[str, Tensor], attention: str = "sdpa"
-) -> dict[str, Tensor]:
+def gradients_of_one_process(make: Callable[[], Any], *batches: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the mean over the labels of all batches."""
-    model = seeded(make, attention)
+    model = seeded(make)
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
         model(**batch, num_items_in_batch=count).loss.backward()

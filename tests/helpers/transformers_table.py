@@ -45,8 +45,6 @@ The columns:
   {LENGTH} tokens it is {_SHARE:.2f} on rank 0, if nothing runs whole.
 - **whole in blocks**: functions that ran on the whole sequence on each rank, and how many lines of the
   model call them. They are exact, and their work is not shared.
-- **shard**: whether [`spar.integrations.transformers.shard`](transformers.md) also runs the type, with
-  the same loss. It is faster: each rank receives its tokens alone, and computes the loss of these.
 - **compiled**: whether [compiled blocks](any-model.md#compiled-models) are right, twice with other values, in
   training, by the backend `aot_eager`, with experts by `batched_mm`. Partly: some blocks run eagerly. By
   `inductor` where `aot_eager` fails in one process, too, as on the gradient of `softplus` in torch 2.13.
@@ -129,18 +127,17 @@ def page(rows: _Rows, results: _Results) -> str:
         anchor = re.sub("[^a-z]+", "-", title.lower())
         head.append(f"| [{title}](#{anchor}) | {len(rows[task])} | " + " | ".join(map(str, counts)) + " |")
     causal = rows["causal"].values()
-    accepted = sum(row[4] == "yes" for row in causal)
-    compiled = Counter(row[5] for row in causal)
+    compiled = Counter(row[4] for row in causal)
     text = HEAD + "\n".join(head) + "\n" + NOTES
-    text += f"\nOf {len(causal)} causal types, {accepted} run by `shard`, too. With compiled blocks "
-    text += f"{compiled['yes']} run, and {compiled['partly']} in part.\n"
+    text += f"\nOf {len(causal)} causal types, {compiled['yes']} run with compiled blocks, and "
+    text += f"{compiled['partly']} in part.\n"
     for task, (title, _) in TASKS.items():
         columns = [
             "type",
             "result",
             "share",
             "whole in blocks",
-            *(["shard", "compiled"] if task == "causal" else []),
+            *(["compiled"] if task == "causal" else []),
         ]
         lines = [columns, ["---"] * len(columns), *(row for _, row in sorted(rows[task].items()))]
         text += f"\n## {title}\n\n" + "".join("| " + " | ".join(row) + " |\n" for row in lines)
@@ -155,9 +152,7 @@ def _rows(task: str, outcomes: dict[str, Outcome]) -> dict[str, list[str]]:
         else:
             what = "one process fails" if each.result == "none" else each.result
             cells = [kind, f"{what}: {_line(each.note)}".replace("|", "/"), "-", ""]
-        rows[kind] = cells + (
-            [_shard(each), (each.compiled or "").partition(":")[0]] if task == "causal" else []
-        )
+        rows[kind] = cells + ([(each.compiled or "").partition(":")[0]] if task == "causal" else [])
     return rows
 
 
@@ -165,12 +160,6 @@ def functions(whole: tuple[str, ...]) -> str:
     """Return names, of each the number of lines that call it."""
     counts = Counter(each.split(" at ")[0] for each in whole)
     return ", ".join(f"`{name}`" + (f" ({n})" if n > 1 else "") for name, n in sorted(counts.items()))
-
-
-def _shard(outcome: Outcome) -> str:
-    if outcome.accepted is None:
-        return ""
-    return "yes" if outcome.accepted == "yes" else "no"
 
 
 def _line(text: str, most: int = 160) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from spar import MismatchError, SequenceLayout
-from spar.integrations._transformers.tokens import Lengths, Tokens
+from spar.integrations._transformers.tokens import Tokens
 
 pytestmark = pytest.mark.one_transport
 
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     **{name: partial(maker.of_total, TOTAL) for name, maker in MAKERS.items() if name != "packed"},
     "packed": lambda group: SequenceLayout.packed([7, 0, 1, 1, 14], group),
     "short packed": lambda group: SequenceLayout.packed([2] * 20, group),
+    "documents": lambda group: SequenceLayout.zigzag(TOTAL, group).with_documents([7, 0, 1, 15]),
     "few tokens": lambda group: SequenceLayout.even(2, group),
     "holes": lambda group: SequenceLayout("local", (*(0, 5, 0, 2)[: group.size() - 1], 6), group),
 }
@@ -40,22 +42,20 @@ def conv(weight: Tensor, x: Tensor, activation: Callable[[Tensor], Tensor] = F.s
     return activation(y)
 
 
-def of_documents(fn: Callable[[Tensor], Tensor], x: Tensor, documents: Lengths) -> Tensor:
-    rows = [x] if len(documents) == 1 else list(x.split(1))
-    return torch.cat(
-        [
-            torch.cat([fn(part) for part in row.split(lengths, 2)], 2)
-            for row, lengths in zip(rows, documents, strict=True)
-        ]
-    )
+def of_documents(fn: Callable[[Tensor], Tensor], x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    return torch.cat([fn(part) for part in x.split(lengths, 2)], 2)
 
 
-def documents_of(layout: SequenceLayout) -> list[Lengths | None]:
-    """Return documents for a layout: none, the same in both samples, and others in each."""
-    if layout.is_packed:
-        return [None]
-    total = layout.total
-    return [None, ((1, 0, total - 1),), ((total // 2, total - total // 2), (total,))]
+def convolved(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    layout: SequenceLayout,
+    before: int = 3,
+    keeps_result: bool = False,
+) -> Tensor:
+    """Convolve this rank's tokens, as layers of transformers do in a view."""
+    none: Any = None  # what counts multiply-adds
+    return Tokens(none, none, layout, False).convolve(fn, x, before, keeps_result)
 
 
 def check(rank: int, world: int, group: Group) -> None:
@@ -64,19 +64,17 @@ def check(rank: int, world: int, group: Group) -> None:
         layout = make(group)
         own, total = layout.index(), layout.total
         spans = {1: (4,), 2: (2, 4), 3: (2, 4, 9), 4: (9,)}[world]
-        for taps, documents in [(w, d) for w in spans for d in documents_of(layout)]:
+        for taps in spans:
             whole, upper = torch.randn(2, 2, 3, total, dtype=torch.float64, generator=generator)
             weight = torch.randn(3, taps, dtype=torch.float64, generator=generator).requires_grad_()
-            lengths = layout.lengths
             leaf = whole.clone().requires_grad_()
-            expected = of_documents(partial(conv, weight), leaf, documents or (lengths,))
+            expected = of_documents(partial(conv, weight), leaf, layout.lengths)
             first = torch.autograd.grad(expected, (leaf, weight), upper, create_graph=True)
             # The sum over the ranks of the square of x's gradient is differentiated again.
             (second,) = torch.autograd.grad(first[0].pow(2).sum(), leaf)
-            tokens = Tokens(layout, documents)
 
-            def run(x: Tensor, weight: Tensor, tokens: Tokens = tokens) -> Tensor:
-                return tokens.convolve(partial(conv, weight), x, weight.size(1) - 1)
+            def run(x: Tensor, weight: Tensor, layout: SequenceLayout = layout) -> Tensor:
+                return convolved(partial(conv, weight), x, layout, weight.size(1) - 1)
 
             for function in (run, partial(checkpoint, run, use_reentrant=False)):
                 mine, shared = whole[:, :, own].requires_grad_(), weight.detach().requires_grad_()
@@ -102,7 +100,7 @@ def test_convolution_matches_the_whole_sequence(ranks: Ranks, world: int) -> Non
 def check_memory(rank: int, world: int, group: Group) -> None:
     """Functions that return their input, a view, or a gradient that others have keep right values."""
     layout = SequenceLayout.even(TOTAL, group)
-    own, tokens = layout.index(), Tokens(layout)
+    own = layout.index()
     whole = torch.randn(1, 3, TOTAL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
@@ -115,7 +113,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
         (partial(conv, weight, activation=torch.tanh), True),
         (lambda x: x.cumsum(2) - F.pad(x.cumsum(2), (4, 0))[:, :, : x.size(2)], False),
     ]
-    assert torch.equal(tokens.convolve(lambda x: x * 3, whole[:, :, own], 0), whole[:, :, own] * 3)
+    assert torch.equal(convolved(lambda x: x * 3, whole[:, :, own], layout, 0), whole[:, :, own] * 3)
     for fn, keeps_result in cases:
         for upper in (
             torch.ones(()).double().expand(whole.shape),
@@ -127,7 +125,7 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             mine = whole[:, :, own].requires_grad_()
             given, part = mine.detach().clone(), upper[:, :, own]
             kept = part.clone()
-            y = tokens.convolve(fn, mine, 3, keeps_result)
+            y = convolved(fn, mine, layout, 3, keeps_result)
             # Two passes: the first must leave what it received to the second.
             for _ in range(2):
                 (found,) = torch.autograd.grad(y, mine, part, retain_graph=True)
@@ -135,7 +133,8 @@ def check_memory(rank: int, world: int, group: Group) -> None:
                 assert torch.equal(part, kept) and torch.equal(mine, given)
             torch.testing.assert_close(y, expected[:, :, own])
             with torch.no_grad():
-                torch.testing.assert_close(tokens.convolve(fn, mine, 3, keeps_result), expected[:, :, own])
+                again = convolved(fn, mine, layout, 3, keeps_result)
+                torch.testing.assert_close(again, expected[:, :, own])
                 assert torch.equal(mine, given)
 
 
@@ -146,14 +145,14 @@ def test_memory_of_others_is_not_modified(ranks: Ranks) -> None:
 def check_narrow(rank: int, world: int, group: Group) -> None:
     """In 16 bits gradients are as near to those of float64 as one process's."""
     layout = SequenceLayout.zigzag(TOTAL, group)
-    own, tokens = layout.index(), Tokens(layout)
+    own = layout.index()
     generator = torch.Generator().manual_seed(0)
     whole, upper = torch.randn(2, 2, 8, TOTAL, generator=generator).bfloat16()
     weight = torch.randn(8, 4, generator=generator).bfloat16()
     exact_x, exact_w = whole.double().requires_grad_(), weight.double().requires_grad_()
     exact = torch.autograd.grad(conv(exact_w, exact_x), (exact_x, exact_w), upper.double())
     mine, shared = whole[:, :, own].requires_grad_(), weight.clone().requires_grad_()
-    y = tokens.convolve(partial(conv, shared), mine, 3)
+    y = convolved(partial(conv, shared), mine, layout)
     found = torch.autograd.grad(y, (mine, shared), upper[:, :, own])
     sums = found[1].double()
     dist.all_reduce(sums, group=group)
@@ -169,9 +168,9 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(10, group)
     x = torch.zeros(1, 2, layout.sizes[rank])
     with pytest.raises(ValueError, match="input_ is of size 10 in dim 2; expected 5"):
-        Tokens(layout).convolve(lambda x: x, torch.zeros(1, 2, 10), 3)
+        convolved(lambda x: x, torch.zeros(1, 2, 10), layout)
     with pytest.raises(MismatchError):
-        Tokens(layout).convolve(lambda x: x, x, 3 + rank)
+        convolved(lambda x: x, x, layout, 3 + rank)
 
 
 def test_errors_of_convolutions(ranks: Ranks) -> None:

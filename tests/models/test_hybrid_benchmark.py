@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.launched import launch
 
-PRELOAD = ["transformers.models.qwen3_5.modeling_qwen3_5", "spar.integrations.transformers"]
+PRELOAD = ["transformers.models.qwen3_5.modeling_qwen3_5"]
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
 
 

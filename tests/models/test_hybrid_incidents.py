@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public incidents of hybrid models over sharded sequences: what went wrong there is right here.
+"""Packed documents in hybrid models over a sharded sequence: kernels keep them apart, as in one process.
 
-Each test also runs with the incident's mistake, and sees it.
+Public incidents are of states and convolutions that passed from one document into the next: verl#5552,
+prime-rl#3000, prime-rl#3002, NeMo-RL#2529, lmms-engine#167, mcore-bridge#162. Kernels of GPUs stop them where
+`cu_seq_lens_q` and `seq_idx` say. Here functions stand for these kernels.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import Ranks
 from helpers import llms
-from helpers.llms import even, restarts, seeded, sharding, whole, zigzag
+from helpers.llms import restarts, seeded, whole
 from torch import Tensor
 
 import spar
-from spar import SequenceLayout
-from spar._exchange.gathering import Gathering
-from spar.integrations._transformers.tokens import Tokens
+from spar.integrations._transformers import mixers
 
 PRELOAD = llms.PRELOAD
-POOL = (2, 3, 4)
+POOL = (2, 3)
+pytestmark = pytest.mark.one_transport
+
 Group = dist.ProcessGroup
-Mistake = Callable[[pytest.MonkeyPatch], None]
-# Gates are float32 in transformers, and their gradients almost cancel.
-RIGHT, WRONG = 1e-4, 1e-2
+RIGHT, WRONG = 1e-4, 1e-2  # gates are float32 in transformers, and their gradients almost cancel
 
 LINEAR = {
     "initializer_range": 0.1,
@@ -51,231 +51,164 @@ MAMBA2 = {
 }
 MODELS = {
     "qwen3_5": llms.maker("Qwen3_5", **LINEAR),
-    "no attention": llms.maker("Qwen3_5", **LINEAR | {"layer_types": ["linear_attention"] * 2}),
+    "fewer heads than ranks": llms.maker(
+        "Qwen3_5", **LINEAR | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    ),
     "nemotron_h": llms.maker("NemotronH", **MAMBA2),
 }
 
 
-# ---- the mistakes ----
-
-BY_HEADS, CONVOLVE = Tokens.by_heads, Tokens.convolve
+# ---- kernels that keep documents apart ----
 
 
-def scans_alone(patch: pytest.MonkeyPatch) -> None:
-    """Each rank runs the recurrence on its shard."""
+class Kernel(torch.autograd.Function):
+    """A function whose code nobody sees, as that of a GPU's kernel."""
 
-    def by_heads(
-        self: Tokens, fn: Any, tensors: Any, parameters: Any = (), *dims: int, **named: int
-    ) -> Tensor:
-        result: Tensor = fn(*tensors, *parameters)
-        return result
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(*tensors)
+        return fn(*tensors)
 
-    patch.setattr(Tokens, "by_heads", by_heads)
-
-
-def convolutions_alone(patch: pytest.MonkeyPatch) -> None:
-    """The convolution begins with zeros at each shard."""
-    patch.setattr(Tokens, "convolve", lambda self, fn, x, *_: fn(x))
-
-
-def shards_alone(patch: pytest.MonkeyPatch) -> None:
-    scans_alone(patch)
-    convolutions_alone(patch)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = ctx.fn(*leaves)
+        return None, *torch.autograd.grad(y, leaves, grad)
 
 
-def shared_states(patch: pytest.MonkeyPatch) -> None:
-    """The recurrence knows of no documents."""
-    patch.setattr(Tokens, "by_heads", lambda self, *a, **k: BY_HEADS(self._replace(documents=None), *a, **k))
+def convolution(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def fn(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **given: Any) -> Any:
+        lengths = given["seq_idx"][0].unique_consecutive(return_counts=True)[1].tolist()
+
+        def run(x: Tensor, *weights: Tensor) -> Tensor:
+            return torch.cat([own(part, *weights, activation=activation) for part in x.split(lengths, 2)], 2)
+
+        return Kernel.apply(run, x, weight, *([] if bias is None else [bias]))  # type: ignore[no-untyped-call]
+
+    return fn
 
 
-def shared_convolutions(patch: pytest.MonkeyPatch) -> None:
-    """The convolution knows of no documents."""
-    patch.setattr(Tokens, "convolve", lambda self, *a: CONVOLVE(self._replace(documents=None), *a))
+def delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def fn(*tensors: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **given: Any) -> Any:
+        normed = given["use_qk_l2norm_in_kernel"]
+
+        def run(*tensors: Tensor) -> Tensor:
+            documents = zip(*[x.split(cu_seqlens.diff().tolist(), 1) for x in tensors], strict=True)
+            results = [
+                own(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=normed) for *qkv, g, beta in documents
+            ]
+            return torch.cat([y for y, _ in results], 1)
+
+        return Kernel.apply(run, *tensors, g, beta), None  # type: ignore[no-untyped-call]
+
+    return fn
 
 
-def shared(patch: pytest.MonkeyPatch) -> None:
-    shared_states(patch)
-    shared_convolutions(patch)
+def scan(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def fn(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **given: Any) -> Any:
+        lengths = given.pop("seq_idx")[0].unique_consecutive(return_counts=True)[1].tolist()
+        D, bias = given.pop("D"), given.pop("dt_bias")
+        kept = {name: given[name] for name in ("chunk_size", "dt_softplus", "dt_limit")}
+
+        def run(A: Tensor, D: Tensor, bias: Tensor, *tensors: Tensor) -> Tensor:
+            documents = zip(*[x.split(lengths, 1) for x in tensors], strict=True)
+            return torch.cat([own(x, dt, A, B, C, D=D, dt_bias=bias, **kept) for x, dt, B, C in documents], 1)
+
+        return Kernel.apply(run, A, D, bias, x, dt, B, C)  # type: ignore[no-untyped-call]
+
+    return fn
 
 
-def rounded(patch: pytest.MonkeyPatch) -> None:
-    """Documents begin where they would if their lengths were padded to multiples of the ranks."""
+KERNELS: dict[str, Callable[[Any], Any]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "mamba2_chunk_scan": scan,
+}
 
-    def moved(tokens: Tokens) -> Tokens:
-        assert tokens.documents is not None
-        world, total = tokens.layout.group.size(), tokens.layout.total
-        ends = [min(-(-end // world) * world, total) for end in accumulate(tokens.documents[0])]
-        lengths = tuple([end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)])
-        return tokens._replace(documents=(lengths,))
 
-    patch.setattr(Tokens, "by_heads", lambda self, *a, **k: BY_HEADS(moved(self), *a, **k))
-    patch.setattr(Tokens, "convolve", lambda self, *a: CONVOLVE(moved(self), *a))
+@contextmanager
+def kernels(model: Any) -> Iterator[None]:
+    """Let the model's module have these kernels, as where they are installed."""
+    owner: Any = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kernel in KERNELS.items():
+            if hasattr(owner, name):
+                patch.setattr(owner, name, kernel(getattr(owner, name)))
+        # parallelize remembers functions of modules.
+        patch.setattr(mixers, "_served", {})
+        patch.setattr(mixers, "_own_of", {})
+        yield
 
 
 # ---- beside each document alone ----
-
-
-class Errors(NamedTuple):
-    """Of this rank's logits, and the worst of all parameters' gradients, relative to the largest value."""
-
-    logits: float
-    gradients: float
 
 
 def relative(x: Tensor, reference: Tensor) -> float:
     return float((x - reference).abs().max() / reference.abs().max().clamp(min=1e-3))
 
 
-def errors(
-    name: str, lengths: tuple[int, ...], group: Group, layout: Any = even, mistake: Mistake | None = None
-) -> Errors:
-    """Compare a sharded model with runs of each document alone in one process."""
+def flattened(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return one row, as DataCollatorWithFlattening makes it of documents."""
     batch, positions = whole(1, sum(lengths)), restarts(*lengths)[None]
-    labels = batch["labels"].masked_fill(positions == 0, -100)
-    count = int((labels != -100).sum())
-    alone, model, logits = seeded(MODELS[name], "sdpa"), seeded(MODELS[name], "sdpa"), []
-    for end, length in zip(accumulate(lengths), lengths, strict=True):
-        of = slice(end - length, end)
-        one = alone(input_ids=batch["input_ids"][:, of], labels=labels[:, of], num_items_in_batch=count)
-        one.loss.backward()
-        logits.append(one.logits.detach())
-    with pytest.MonkeyPatch.context() as patch:
-        if mistake is not None:
-            mistake(patch)
-        given = {"position_ids": positions} if len(lengths) > 1 else {}
-        part = sharding(group, layout=layout)(model, {**batch, "labels": labels, **given})
-        output = model(**part)
-        output.loss.backward()
-    own = torch.cat(logits, 1)[:, part["layout"].index()]
-    worst = 0.0
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    documents = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    batch |= {"labels": batch["labels"].masked_fill(positions == 0, -100), "position_ids": positions}
+    return batch | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "seq_idx": documents[None]}
+
+
+def errors(model: Any, batch: dict[str, Tensor], alone: Any, logits: Tensor, group: Group) -> list[float]:
+    model.zero_grad()
+    output = model(**batch, use_cache=False)
+    output.loss.backward()
+    found = [relative(output.logits.detach(), logits)]
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        total = spar.all_gather((torch.zeros_like(p) if p.grad is None else p.grad)[None], group).sum(0)
-        worst = max(worst, relative(total, torch.zeros_like(q) if q.grad is None else q.grad))
-    return Errors(relative(output.logits.detach(), own), worst)
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(gradient, group=group)
+        found.append(relative(gradient / group.size(), torch.zeros_like(q) if q.grad is None else q.grad))
+    return found
 
 
-def check(rank: int, world: int, group: Group, name: str, lengths: tuple[int, ...], mistake: Mistake) -> None:
-    for layout in (even, zigzag):
-        found = errors(name, lengths, group, layout)
-        assert max(found) < RIGHT, (layout, found)
-    wrong = errors(name, lengths, group, even, mistake)
-    assert wrong.gradients > WRONG, wrong
+def check(rank: int, world: int, group: Group, name: str, lengths: tuple[int, ...]) -> None:
+    batch, alone, logits = flattened(lengths), seeded(MODELS[name]), []
+    count = int((batch["labels"] != -100).sum())
+    for end, length in zip(accumulate(lengths), lengths, strict=True):
+        one = {key: batch[key][:, end - length : end] for key in ("input_ids", "labels")}
+        output = alone(**one, num_items_in_batch=count, use_cache=False)
+        output.loss.backward()
+        logits.append(output.logits.detach())
+    expected = torch.cat(logits, 1)
+    balanced = spar.SequenceLayout.balanced(lengths, group)
+    layouts: list[Any] = ["even", "zigzag", lambda _: balanced]
+    for layout in layouts:
+        model = seeded(MODELS[name])
+        with kernels(model):
+            spar.parallelize(model, group, layout=layout)
+            found = errors(model, batch, alone, expected, group)
+            assert max(found) < RIGHT, (layout, found)
+    # Without kernels transformers refuses such a row, and lets states pass in one that it cannot know.
+    model = seeded(MODELS[name])
+    spar.parallelize(model, group)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        model(**batch, use_cache=False)
+    unknown = {key: x for key, x in batch.items() if key in ("input_ids", "labels", "position_ids")}
+    assert max(errors(model, unknown, alone, expected, group)) > WRONG
 
 
-@pytest.mark.parametrize(("lengths", "mistake"), [((37,), shards_alone), ((14, 23), shared)])
-def test_shards_pass_states_on_and_packed_samples_share_none(
-    pool: Ranks, lengths: tuple[int, ...], mistake: Mistake
+@pytest.mark.parametrize(
+    ("world", "name", "lengths"),
+    [
+        (2, "qwen3_5", (37, 51, 40)),  # a document lies across the border of the ranks
+        (3, "qwen3_5", (7, 4, 10, 1, 13)),  # no number that the ranks divide, and one token
+        (3, "fewer heads than ranks", (9, 3, 20)),
+        (3, "nemotron_h", (5, 1, 18, 2, 11)),
+    ],
+)
+def test_kernels_keep_packed_documents_apart(
+    pool: Ranks, world: int, name: str, lengths: tuple[int, ...]
 ) -> None:
-    # verl#5552: shards ran alone, and packed samples shared state.
-    pool(2, check, "qwen3_5", lengths, mistake)
-
-
-def check_isolated(rank: int, world: int, group: Group) -> None:
-    lengths, rows = (15, 22), []
-    for mistake in (None, shared):
-        outputs = []
-        for last in (7, 8):
-            batch = whole(1, sum(lengths)) | {"position_ids": restarts(*lengths)[None]}
-            batch["input_ids"][0, lengths[0] - 1] = last
-            model = seeded(MODELS["nemotron_h"], "sdpa")
-            with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-                if mistake is not None:
-                    mistake(patch)
-                part = sharding(group, layout=even)(model, batch)
-                logits = model(**part).logits
-            outputs.append(part["layout"].all_gather(logits, 1)[:, lengths[0] :])
-        rows.append(relative(*outputs))
-    assert rows[0] == 0 and rows[1] > 1e-3, rows
-
-
-def test_last_token_of_a_document_does_not_change_the_next_one(pool: Ranks) -> None:
-    # prime-rl#3000: Nemotron-H carried its state and its convolution into the next packed document.
-    pool(2, check_isolated)
-
-
-@pytest.mark.parametrize("mistake", [shared_states, shared_convolutions])
-def test_document_across_a_boundary_of_shards(pool: Ranks, mistake: Mistake) -> None:
-    # prime-rl#3002: a made-up cu_seqlens of one sequence; documents of 37, 51 and 40 tokens on 2 ranks.
-    pool(2, check, "qwen3_5", (37, 51, 40), mistake)
-
-
-@pytest.mark.parametrize("lengths", [(64,), (37, 51, 40)])
-def test_convolution_goes_on_across_a_boundary_of_shards(pool: Ranks, lengths: tuple[int, ...]) -> None:
-    # prime-rl#3003: the convolution began anew at each shard, wrong even without packing.
-    pool(2, check, "qwen3_5", lengths, convolutions_alone)
-
-
-@pytest.mark.parametrize("mistake", [shards_alone, shared])
-def test_mamba_passes_states_on_over_packed_documents(pool: Ranks, mistake: Mistake) -> None:
-    # NeMo-RL#2529: Mamba layers over a sharded and packed sequence.
-    pool(3, check, "nemotron_h", (5, 1, 18, 2, 11), mistake)
-
-
-def test_linear_layers_see_more_than_their_shard(pool: Ranks) -> None:
-    # LLaMA-Factory#10727: linear attention silently processed its part of the sequence, without an exchange.
-    pool(2, check, "qwen3_5", (40,), scans_alone)
-
-
-@pytest.mark.parametrize("mistake", [shared_states, shared_convolutions])
-@pytest.mark.parametrize("name", ["qwen3_5", "no attention"])
-def test_neither_state_nor_convolution_cross_samples(pool: Ranks, name: str, mistake: Mistake) -> None:
-    # lmms-engine#167: the state accumulated over the packed batch, and the convolution of 4 taps bled.
-    pool(3, check, name, (9, 3, 20), mistake)
-
-
-def check_first_shard(rank: int, world: int, group: Group) -> None:
-    right, wrong = (errors("qwen3_5", (40,), group, even, mistake) for mistake in (None, shards_alone))
-    assert max(right) < RIGHT, right
-    assert wrong.gradients > WRONG and (wrong.logits < RIGHT) == (rank == 0), wrong
-
-
-def test_gradients_beside_a_right_forward_of_the_first_shard(pool: Ranks) -> None:
-    # accelerate#4177: "the first shard's forward output stays right while its gradients are wrong".
-    pool(2, check_first_shard)
-
-
-@contextlib.contextmanager
-def without_returned_gradients() -> Iterator[None]:
-    """Halos are exchanged in forward, and their gradients are lost."""
-    run = Gathering.run
-
-    def forward_alone(self: Gathering, tensors: Any, transposed: bool, *more: int) -> list[Tensor]:
-        outputs = run(self, tensors, transposed, *more)
-        return [x * 0 for x in outputs] if transposed else outputs
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gathering, "run", forward_alone)
-        yield
-
-
-def check_short_shards(rank: int, world: int, group: Group) -> None:
-    generator, taps = torch.Generator().manual_seed(0), 4
-    for sizes in ((1, 2, 0, 1), (0, 1, 1, 1), (2, 1, 3, 1)):
-        layout = SequenceLayout("local", sizes, group)
-        x, upper = torch.randn(2, 2, 3, sum(sizes), generator=generator, dtype=torch.float64)
-        weight = torch.randn(3, 1, taps, generator=generator, dtype=torch.float64)
-
-        def conv(x: Tensor, weight: Tensor = weight) -> Tensor:
-            return F.silu(F.conv1d(x, weight, padding=taps - 1, groups=3)[:, :, : x.size(2)])
-
-        leaf, own = x.clone().requires_grad_(), layout.index()
-        (expected,) = torch.autograd.grad(conv(leaf), leaf, upper)
-        for context in (contextlib.nullcontext(), without_returned_gradients()):
-            with context:
-                mine = x[:, :, own].requires_grad_()
-                y = Tokens(layout).convolve(partial(conv), mine, taps - 1)
-                (found,) = torch.autograd.grad(y, mine, upper[:, :, own])
-            torch.testing.assert_close(y, conv(x)[:, :, own])
-            wrong = spar.all_gather((found - expected[:, :, own]).abs().sum()[None], group)
-            lost = not isinstance(context, contextlib.nullcontext)
-            assert (float(wrong.sum()) > 1e-2) == lost and found.isfinite().all(), (sizes, wrong)
-
-
-def test_gradients_of_a_convolution_on_shards_shorter_than_its_taps(pool: Ranks) -> None:
-    # fla#774: wrong gradients of the convolution's state, and NaN where a rank has few tokens.
-    pool(4, check_short_shards)
-
-
-def test_boundaries_of_documents_that_the_ranks_do_not_divide(pool: Ranks) -> None:
-    # mcore-bridge#162: cu_seqlens resolved by padded offsets and alignment to the ranks.
-    pool(3, check, "qwen3_5", (7, 4, 10, 1, 13), rounded)
+    pool(world, check, name, lengths)

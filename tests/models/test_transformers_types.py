@@ -44,11 +44,11 @@ def test_types_are_right(ranks: Ranks, task: str, kind: str) -> None:
 
 
 def test_types_that_do_not_run_keep_their_rows() -> None:
-    text, at = PAGE.read_text(), "| llama | right | 0.52 |  | yes | yes |"
+    text, at = PAGE.read_text(), "| llama | right | 0.52 |  | yes |"
     rows = rows_of(text)
     assert page(rows, {}) == text
     run = {"causal": {"llama": Outcome("wrong", "loss 1e-02")}}
-    expected = text.replace(at, "| llama | wrong: loss 1e-02 | - |  |  |  |", 1)
+    expected = text.replace(at, "| llama | wrong: loss 1e-02 | - |  |  |", 1)
     assert page(rows, run).splitlines()[50:] == expected.splitlines()[50:] and at in text
 
 

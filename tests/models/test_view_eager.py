@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from conftest import Ranks
-from helpers.llms import left_padded, maker, packed_rows, whole
+from helpers.llms import MIXED, left_padded, maker, packed_rows, whole
 from helpers.view_masks import BATCHES, TEXTS, WINDOWS, check_step, pair, small
 
 from spar._attention.spans import Spans
-from spar.integrations._transformers.eager import has_usual_formula
+from spar.integrations._transformers.eager import formula_of
 
 PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.gemma3.modeling_gemma3"]
 
@@ -30,6 +30,9 @@ EAGER: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 8},
     "GPTNeoX": {},
     "DeepseekV3": TEXTS["DeepseekV3"],
+    "Gemma2": WINDOWS
+    | {"attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -47,11 +50,14 @@ def check_usual(rank: int, world: int, group: Group, name: str) -> None:
     model, one = pair(eager(name, **EAGER[name]), group, torch.float32)
     for kind, make in BATCHES.items():
         batch = make()
-        if kind == "left":
+        if kind == "left" and name != "Gemma2":
             batch["labels"] = whole()["labels"]
         with small() as seen:
             check_step(model, one, batch, group, (name, kind), EAGER_LIMIT)
-        assert len(seen.masks) == 2 and all(isinstance(mask, Spans) for mask in seen.masks), (name, kind)
+        # A capped score of a query without keys has gradients that no spans have.
+        is_own = name == "Gemma2" and kind in ("left", "right", "holes")
+        assert is_own or len(seen.masks) == 2, (name, kind)
+        assert all(isinstance(mask, Spans) for mask in seen.masks), (name, kind)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -63,25 +69,23 @@ def test_eager_attention_of_the_usual_formula_has_spans(pool: Ranks, world: int,
 def check_unusual(rank: int, world: int, group: Group) -> None:
     """Where somebody reads the weights, or the formula is another, the model's own code runs."""
     batch = left_padded()
-    softcap = {"attn_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"]}
     bias = {"position_biased_input": False}
-    makers = [eager("Gemma2", **WINDOWS, **softcap), eager("llama")]
     for make in (
-        *makers,
+        eager("llama"),
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT, **bias)),
     ):
         model, one = pair(make, group, torch.float32)
         if one.config.model_type == "bert":
             for each in (model, one):
                 each.set_attn_implementation("eager")
-        options = {} if one.config.model_type == "gemma2" else {"output_attentions": True}
+        options = {"output_attentions": True}
         with small() as seen:
             found, expected = model(**batch, **options), one(**batch, **options)
             check_step(model, one, batch | options, group, one.config.model_type, EAGER_LIMIT)
         assert not seen.masks
         for x, y in zip(found.attentions or (), expected.attentions or (), strict=True):
             torch.testing.assert_close(x, y)
-        assert options == {} or len(found.attentions) == 2
+        assert len(found.attentions) == 2
     model, one = pair(eager("llama"), group, torch.float32)
     shapes: list[Any] = []
     model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: shapes.append(out[1].shape))
@@ -143,10 +147,12 @@ def test_formulas_of_eager_attention() -> None:
     usual = (
         "llama mistral gemma2 gemma3 bert gpt2 clip vit whisper qwen2_vl gpt_neox internvl bigbird_pegasus"
     )
-    assert [name for name in usual.split() if not has_usual_formula(function(name))] == []
-    for name in ("gpt_oss", "t5", "mimo_v2_flash", "granite_swa", "vjepa2"):
-        assert not has_usual_formula(function(name)), name
-    assert not has_usual_formula(eager_of_a_user)
+    assert [name for name in usual.split() if formula_of(function(name)) != "usual"] == []
+    for name in ("gpt_oss", "granite_swa"):
+        assert formula_of(function(name)) == "sinks", name
+    for name in ("t5", "mimo_v2_flash", "vjepa2"):
+        assert formula_of(function(name)) is None, name
+    assert formula_of(eager_of_a_user) is None
 
 
 def eager_of_a_user(module: Any, query: Any, key: Any, value: Any, attention_mask: Any) -> None: ...

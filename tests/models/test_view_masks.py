@@ -22,7 +22,7 @@ from transformers import masking_utils
 import spar
 from spar._attention.spans import Spans
 from spar.integrations._transformers import mask_makers
-from spar.integrations._transformers.masks import Wanted, leaves_intervals
+from spar.integrations._transformers.masks import MaskRequest, leaves_intervals
 
 PRELOAD = ["transformers.models.mistral.modeling_mistral", "transformers.models.gemma3.modeling_gemma3"]
 
@@ -255,7 +255,7 @@ def test_spans_of_transformers_functions_are_its_masks(name: str) -> None:
     valid[0, :3] = valid[1, 7:9] = valid[1, 20:] = False
     for padding in (None, valid):
         device = torch.device("cpu")
-        wanted = Wanted(function, (2, 1, total, total), leaves_intervals(function), padding, device)
+        wanted = MaskRequest(function, (2, 1, total, total), leaves_intervals(function), padding, device)
         expected = masking_utils.sdpa_mask(
             2, total, total, mask_function=function, attention_mask=padding, allow_is_causal_skip=False
         )

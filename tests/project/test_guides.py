@@ -41,13 +41,10 @@ Names = dict[str, Any]
 
 # Blocks that this module only compiles, by page and number: why they do not run here.
 COMPILED_ONLY = {
-    ("README.md", 0): "the six lines of transformers.md",
+    ("README.md", 0): "the lines of transformers.md",
     ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
     ("README.md", 3): "ends the process group: test_readme_example_runs",
-    (
-        "dataloading.md",
-        0,
-    ): "a model of transformers: tests/models/test_transformers_training.py trains by this recipe",
+    ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     (
         "diffusers.md",
         0,
@@ -61,20 +58,12 @@ COMPILED_ONLY = {
     ("evaluation.md", 6): "a pipeline of diffusers: tests/models/test_evaluation.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
-    (
-        "hybrid.md",
-        0,
-    ): "a model of transformers: tests/models/test_transformers_whole_errors.py runs this block",
-    ("rl.md", 8): "a model of transformers: examples/rl.py makes these calls",
-    ("transformers.md", 0): "a model of transformers: tests/models/test_transformers.py",
-    ("transformers.md", 1): "a tree: tests/models/test_transformers_given_masks.py runs this block",
-    ("transformers.md", 2): "compares a model of transformers: tests/models/test_transformers.py",
-    ("transformers.md", 3): "a reward model: tests/models/test_transformers_refusals.py runs this block",
-    ("transformers.md", 4): "a model of transformers: tests/models/test_transformers_training.py",
-    (
-        "transformers.md",
-        5,
-    ): "a Trainer of transformers: tests/models/test_transformers_training.py runs this block",
+    ("hybrid.md", 0): "a model of transformers: tests/models/test_scans.py makes these calls",
+    ("rl.md", 8): "a model of transformers: tests/models/test_evaluation.py runs this block",
+    **{
+        ("transformers.md", n): "a model of transformers: tests/models/test_transformers_training.py"
+        for n in range(6)
+    },
 }
 
 

@@ -26,7 +26,7 @@ _EVEN_ENOUGH = (
 
 
 class _Attention(NamedTuple):
-    """The arguments of scaled_dot_product_attention."""
+    """The arguments of scaled_dot_product_attention; and those of `spar.attention` that it has not."""
 
     query: Tensor
     key: Tensor
@@ -36,6 +36,8 @@ class _Attention(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @rule("scaled_dot_product_attention", uneven=True)
@@ -122,7 +124,7 @@ def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None
     heads = dims == 3 or (q.size(1) == k.size(1) or asked.enable_gqa)
     causal = asked.is_causal and keys is not part
     if keys is not None and values is keys and dims in (3, 4) and like and heads and not causal:
-        run = _exchanged(part, keys, call.function)
+        run = exchanged(part, keys, call.function)
         return Plan(part, moves_to(call, [*wanted, (k, keys), (v, keys)]), run=run, work=amount)
     if q is k or q is v:
         return None
@@ -170,13 +172,16 @@ def reach_of(spans: Spans, sizes: Sequence[int]) -> tuple[int, float]:
     return needed, max(pairs) * len(pairs) / max(sum(pairs), 1)
 
 
-def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
-    """Attend over the sharded sequences of queries and keys."""
+def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Tensor]:
+    """Return what attends over the sharded sequences of queries and keys.
+
+    function: torch's, for masks that learn.
+    """
     layouts = part.parts.layout(part.lengths), part.parts.layout(keys.lengths)
     method = method_of(part, keys)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
+        q, k, v, mask, dropout_p, causal, scale, grouped, softcap, sinks = _Attention(*args, **kwargs)
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             rows, whole = _rows(part, keys.tokens, function), (part.parts.gather(k), part.parts.gather(v))
             return rows(q, *whole, mask, dropout_p, causal, scale, grouped)
@@ -189,7 +194,7 @@ def _exchanged(part: Part, keys: Part, function: Any) -> Callable[..., Tensor]:
             mask = _mask(dense_of(mask), q.size(0), part.tokens, keys.tokens, single)
         layout = layouts[0] if keys is part else layouts
         options: dict[str, Any] = {"causal": causal, "scale": scale, "method": chosen}
-        options["mask"] = mask if spans is None else spans
+        options |= {"mask": mask if spans is None else spans, "softcap": softcap, "sinks": sinks}
         # In memory it is [B, S, H, D], like that of torch's fused kernels: models flatten it without a copy.
         q, k, v = (x.unsqueeze(2) if single else x.transpose(1, 2) for x in (q, k, v))
         with drawing(part.parts, dropout_p):
@@ -212,7 +217,7 @@ def _rows(part: Part, length: int, function: Any) -> Callable[..., Tensor]:
     layout = part.parts.layout(part.lengths)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        q, k, v, mask, dropout_p, causal, scale, grouped = _Attention(*args, **kwargs)
+        q, k, v, mask, dropout_p, causal, scale, grouped, *_ = _Attention(*args, **kwargs)
         spans = spans_of(mask)
         if spans is not None and q.dim() == 4 and q.size(0) == k.size(0):
             with drawing(part.parts, dropout_p):

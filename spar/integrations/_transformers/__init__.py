@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spar.integrations.transformers is made of."""
+"""What views are told of transformers."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eager attention of transformers in a view: with a mask of spans it is computed without S x S scores.
 
-Each model has an `eager_attention_forward` of its own. Those with the usual formula are recognised by their
+Each model has an `eager_attention_forward` of its own. Those with a known formula are recognised by their
 source, statement by statement; any other runs as it is, and reads the mask's floats.
 """
 
@@ -14,32 +14,62 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._attention.spans import Spans
-from ..._view.part import part_of
+from ..._view.part import Part, mark, part_of, whole_numel
+from ..._view.rules.attention import exchanged
+from ..._view.rules.products import shared
 from ..._view.spans_mask import mask_of, spans_of_floats
 from ..._view.view import current_view, without_view
 
 _OPTIONAL = "?"  # a statement that a formula may leave out
-_FORMULA = (  # patterns of the statements, in their order
+_SCORES = (  # patterns of the statements, in their order
     _OPTIONAL + r"if scaling is None:\n    scaling = (query\.size\(-1\)|module\.head_dim) \*\* \(?-0\.5\)?",
     _OPTIONAL + r"key_states = (repeat_kv\(key, module\.num_key_value_groups\)|key)",
     _OPTIONAL + r"value_states = (repeat_kv\(value, module\.num_key_value_groups\)|value)",
     r"attn_weights = torch\.matmul\(query, key(_states)?\.transpose\((2, 3|-1, -2)\)\) \* scaling",
-    _OPTIONAL + r"if softcap is not None:\n[^#]*",  # without one nothing of it runs
+    _OPTIONAL + r"if softcap is not None:\n    attn_weights = attn_weights / softcap\n"
+    r"    attn_weights = torch\.tanh\(attn_weights\)\n    attn_weights = attn_weights \* softcap",
     r"if attention_mask is not None:\n    attn_weights = attn_weights \+ attention_mask",
+)
+_WEIGHTS = (
     r"attn_weights = nn\.functional\.softmax\(attn_weights, dim=-1(, dtype=torch\.float32)?\)"
     r"(\.to\(query\.dtype\))?",
     _OPTIONAL + r"attn_weights = attn_weights\.type\(value\.dtype\)",
     r"attn_weights = nn\.functional\.dropout\(attn_weights, p=dropout, training=module\.training\)",
+)
+_WEIGHTS_BESIDE_SINKS = (
+    r"sinks = module\.sinks\.reshape\(1, -1, 1, 1\)"
+    r"\.expand\(query\.shape\[0\], -1, query\.shape\[-2\], -1\)",
+    r"combined_logits = torch\.cat\(\[attn_weights, sinks\], dim=-1\)",
+    r"combined_logits = combined_logits - combined_logits\.max\(dim=-1, keepdim=True\)\.values",
+    r"probs = F\.softmax\(combined_logits, dim=-1, dtype=combined_logits\.dtype\)",
+    r"scores = probs\[\.\.\., :-1\]",
+    r"attn_weights = nn\.functional\.dropout\(scores, p=dropout, training=module\.training\)"
+    r"\.to\(value_states\.dtype\)",
+)
+_OUTPUT = (
     r"attn_output = torch\.matmul\(attn_weights(\.to\(value\.dtype\))?, value(_states)?\)",
     r"attn_output = attn_output\.transpose\(1, 2\)(\.contiguous\(\))?",
     r"return \(attn_output, attn_weights\)",
+)
+_BY_SUM = (  # the share of the sink by the logarithm of the sum of the others
+    r"lse = torch\.logsumexp\(attn_weights, dim=-1\)",
+    r"sink_scale = \(lse - module\.sinks\.view\(1, -1, 1\)\)\.to\(torch\.float32\)\.sigmoid\(\)",
+    r"attn_weights = F\.softmax\(attn_weights, dim=-1, dtype=torch\.float32\)\.to\(query\.dtype\)",
+    r"attn_weights = F\.dropout\(attn_weights, p=dropout, training=module\.training\)",
+    _OUTPUT[0],
+    r"attn_output = attn_output \* sink_scale\.unsqueeze\(-1\)\.to\(attn_output\.dtype\)",
+)
+_FORMULAS = (
+    ("usual", _SCORES + _WEIGHTS + _OUTPUT),
+    ("sinks", _SCORES + _WEIGHTS_BESIDE_SINKS + _OUTPUT),
+    ("sinks", _SCORES + _BY_SUM + _OUTPUT[1:]),
 )
 # Of these the lowest number absorbs what is added to it, and is finite in float32.
 _UNIFORM = (torch.float32, torch.bfloat16)
@@ -64,7 +94,8 @@ def attending(modeling_utils: Any) -> Iterator[None]:
         found = own(self, attn_implementation, default)
         if attn_implementation != "eager" or found is not default or current_view() is None:
             return found
-        return functools.partial(_attend, default) if has_usual_formula(default) else default
+        formula = formula_of(default)
+        return functools.partial(_attend, default, formula == "sinks") if formula else default
 
     interface.get_interface = get_interface
     try:
@@ -74,25 +105,34 @@ def attending(modeling_utils: Any) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=512)
-def has_usual_formula(function: Any) -> bool:
-    """Whether a function of a model of transformers is softmax(Q K^T scaling + mask) V, and nothing else."""
+def formula_of(function: Any) -> str | None:
+    """Return which formula a function of a model of transformers is; None if it is none of them.
+
+    "usual": softmax(Q K^T scaling + mask) V, of scores that a softcap may limit; "sinks": the same, where the
+    softmax has one more score in each head.
+    """
     if not getattr(function, "__module__", "").startswith(_OF_LIBRARY) or not inspect.isfunction(function):
-        return False
+        return None
     names = [*inspect.signature(function).parameters]
     if names[:5] != ["module", "query", "key", "value", "attention_mask"]:
-        return False
+        return None
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError):
-        return False
+        return None
     body = tree.body if isinstance(tree, ast.FunctionDef) and not tree.decorator_list else []
     statements = [ast.unparse(each) for each in body if not _is_docstring(each)]
-    for pattern in _FORMULA:
-        if statements and re.fullmatch(pattern.removeprefix(_OPTIONAL), statements[0]):
-            del statements[0]
+    return next((name for name, patterns in _FORMULAS if _are(statements, patterns)), None)
+
+
+def _are(statements: Sequence[str], patterns: Sequence[str]) -> bool:
+    left = [*statements]
+    for pattern in patterns:
+        if left and re.fullmatch(pattern.removeprefix(_OPTIONAL), left[0]):
+            del left[0]
         elif not pattern.startswith(_OPTIONAL):
             return False
-    return not statements
+    return not left
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
@@ -101,7 +141,8 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 def _attend(
     own: Callable[..., Any],
-    module: torch.nn.Module,
+    has_sinks: bool,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,31 +153,52 @@ def _attend(
     """Compute eager attention of parts by `spar.attention`, without weights, where nobody reads these."""
     spans = spans_of_floats(attention_mask)
     part, *others = [part_of(x) for x in (query, key, value)]
-    scaling = kwargs.get("scaling")
+    scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    is_plain = softcap is None and not has_sinks
     if (
         spans is None
         or attention_mask is None
         or args
         or scaling is None
-        or kwargs.get("softcap") is not None
         or (kwargs.get("dropout") and module.training)
         or part is None
         or any(each is not None and each.dim != 2 for each in (part, *others))
         or not query.dim() == key.dim() == value.dim() == 4
+        or not (is_plain or (others == [part, part] and part.is_sequence))
         or _reads_weights(module, kwargs)
     ):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     with without_view():  # a rank may know it already: ranks compare the code that they run in the view
         dead = spans.remember(("dead", query.device), lambda: _dead(spans, query.device))
-    if dead is not None and attention_mask.dtype not in _UNIFORM:
+    # Beside a sink, a query without keys has no weights, as by spans.
+    is_uniform = dead is not None and not has_sinks
+    if is_uniform and (softcap is not None or attention_mask.dtype not in _UNIFORM):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     mask = mask_of(spans, attention_mask.shape, attention_mask.device)
     grouped = query.size(1) != key.size(1)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    out = attend(query, key, value, mask, scale=scaling, enable_gqa=grouped)
-    if dead is not None:
+    if is_plain:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out = attend(query, key, value, mask, scale=scaling, enable_gqa=grouped)
+    else:
+        options = {"softcap": softcap, "sinks": module.sinks if has_sinks else None}
+        out = _beside_sdpa(part, query, key, value, mask, scale=scaling, **options)
+    if is_uniform:
         out = torch.where(dead, _of_all_alike(query, key, value, scaling), out)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _beside_sdpa(
+    part: Part, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+) -> Tensor:
+    """Attend over parts of one sequence, with options of `spar.attention` that torch's has not."""
+    view = current_view()
+    assert view is not None
+    for x in (query, key, value):
+        view.check_stale("eager attention", x)
+    if view.recording:
+        view.report.add(shared(2 * whole_numel(query) * part.whole, part), view.blocks > 0)
+    with without_view():
+        return mark(exchanged(part, part)(query, key, value, mask, **options), part)
 
 
 def _of_all_alike(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -163,7 +225,7 @@ def _dead(spans: Spans, device: torch.device) -> Tensor | None:
 
 
 def _reads_weights(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether somebody may read the weights of an attention layer; of `sdpa` there are none, either."""
+    """Whether somebody may read the weights of an attention layer; fused kernels return none."""
     if kwargs.get("output_attentions") or getattr(
         getattr(module, "config", None), "output_attentions", False
     ):
@@ -176,12 +238,12 @@ def _reads_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     if not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks):
         return True
     kind: Any = type(module)
-    return not _runs_with_sdpa(kind)
+    return not _runs_without_weights(kind)
 
 
 @functools.lru_cache(maxsize=512)
-def _runs_with_sdpa(kind: Any) -> bool:
-    """Whether all models in a layer's file take attention without weights, as that of `sdpa` is."""
+def _runs_without_weights(kind: Any) -> bool:
+    """Whether all models in a layer's file take attention without weights, as fused kernels return none."""
     from transformers import PreTrainedModel
 
     file = sys.modules[kind.__module__]
@@ -190,4 +252,5 @@ def _runs_with_sdpa(kind: Any) -> bool:
     models: list[Any] = [
         x for x in vars(file).values() if isinstance(x, type) and x.__module__ == file.__name__
     ]
-    return all(each._supports_sdpa for each in models if issubclass(each, PreTrainedModel))
+    models = [each for each in models if issubclass(each, PreTrainedModel)]
+    return all(each._supports_sdpa or each._supports_flash_attn for each in models)

@@ -16,12 +16,12 @@ from ..._attention.spans import Spans
 from ..._view.part import part_of
 from ..._view.spans_mask import mask_of
 from ..._view.view import View, current_view, without_view
-from .masks import WINDOWS, Wanted, leaves_intervals
-from .mixers import WITHOUT_TOKENS
+from .masks import WINDOWS, MaskRequest, leaves_intervals
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22
 _NAME, _EAGER = "sdpa", "eager"
+_WITHOUT_TOKENS = {"mlp", "moe"}  # layers of Nemotron-H in which no token sees another one
 _PLAIN = ("causal_mask_function", "bidirectional_mask_function")
 _ARGUMENTS = (
     "batch_size",
@@ -118,19 +118,19 @@ def _of_caller(view: View, given: dict[str, Any]) -> Tensor:
     if not _is_plain(function):
         # The layer's own mask, such as a window: by spans inside of it nothing is lost.
         shape = batch, 1, total, total
-        own = Wanted(function, shape, leaves_intervals(function), None, device).spans(view.parts.group)
+        own = MaskRequest(function, shape, leaves_intervals(function), None, device).spans(view.parts.group)
         if not torch.equal((spans.to(device) & own).ends, spans.to(device).ends):
             raise ValueError(
                 f"attention_mask is {spans}, by which queries attend to keys outside of a layer's own mask "
-                f"({function.__qualname__}), such as a window; expected Spans inside of it, a 4-D tensor, "
-                "which replaces it, or spar.integrations.transformers.shard and a dict by kind of layer"
+                f"({function.__qualname__}), such as a window; expected Spans inside of it, or a 4-D "
+                "tensor, which replaces it"
             )
     kinds = set(getattr(more.get("config"), "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", *WINDOWS, *WITHOUT_TOKENS})
+    others = sorted(kinds - {"full_attention", *WINDOWS, *_WITHOUT_TOKENS})
     if others and not torch.equal(spans.on_cpu, Spans.causal(total).ends):
         raise ValueError(
             f"attention_mask is {spans}, and the model has layers of {', '.join(others)}, which ignore it; "
-            "expected Spans.causal(S), or spar.integrations.transformers.shard, which keeps documents apart"
+            "expected Spans.causal(S): pass each document as a sample of its own"
         )
     shape = batch, sizes[1], *sizes[2:]
     return mask_of(spans.to(device), shape, device, given.get("dtype", torch.bool))
@@ -169,7 +169,9 @@ def _spans(
     if valid is not None and bool(valid.all()):
         valid = None
     try:
-        spans = Wanted(function, shape, leaves_intervals(function), valid, device).spans(view.parts.group)
+        spans = MaskRequest(function, shape, leaves_intervals(function), valid, device).spans(
+            view.parts.group
+        )
     except ValueError:  # the same on all ranks, as the mask is
         return None
     return spans if part_of(spans.ends) is None else None

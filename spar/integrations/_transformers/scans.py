@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of transformers' layers without attention, over a sharded sequence.
+"""Functions of transformers' layers without attention, on a rank's tokens.
 
-Each is called as run(own, tokens, ...) with the arguments of the function of transformers 5.23 that it
-stands for, `own`: convolutions, gated delta rules, the scans of Mamba 1 and 2, and lightning attention.
+Each is called as run(view, own, ...) with the arguments of the function of transformers 5.23 that it stands
+for, `own`: convolutions, gated delta rules, the scans of Mamba 1 and 2, and lightning attention. It returns
+NotImplemented where `own` is to run as it is: for arguments that are not parts of one sequence, or a state.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._exchange.autocast import no_autocast
-from ...ops.by_state import Recurrence
-from .tokens import Tokens
+from ..._view.part import has_part, whole_shape
+from ..._view.view import View
+from ...ops.by_state import by_state
+from .tokens import Tokens, tokens_of
 
 
 def _convolution(
+    view: View,
     own: Callable[..., Any],
-    tokens: Tokens,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -29,18 +33,24 @@ def _convolution(
     **others: Any,
 ) -> Any:
     """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
+    tokens = tokens_of(view, 2, [x], weight, bias, others)
+    if tokens is None or _has_documents(others):
+        return NotImplemented
 
     def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
         return own(x, weight, bias, activation=activation, **others)
 
-    # These need no result for their gradient; others, such as tanh, do.
-    keeps_result = activation not in (None, "silu", "swish")
-    return tokens.convolve(of_runs, x, weight.size(-1) - 1, keeps_result)
+    def run(x: Tensor) -> Tensor:
+        # These need no result for their gradient; others, such as tanh, do.
+        keeps_result = activation not in (None, "silu", "swish")
+        return tokens.convolve(of_runs, x, weight.size(-1) - 1, keeps_result)
+
+    return tokens.run("causal_conv1d", x.size(0) * weight.numel(), run, x)
 
 
 def _delta_rule(
+    view: View,
     own: Callable[..., Any],
-    tokens: Tokens,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,26 +60,39 @@ def _delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> Any:
     """Run a gated delta rule by heads, those of values, or by state; keys may have fewer heads."""
-    _check_no_state(initial_state is not None or output_final_state)
     tensors = [value, query, key, g, beta]
+    tokens = tokens_of(view, 1, tensors, others)
+    if tokens is None or initial_state is not None:
+        return NotImplemented
     state = value.size(0), value.size(2), key.size(3), value.size(3)
+    has_states = tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:]))
+    if has_states and (output_final_state or _has_documents(others)):
+        return NotImplemented
+    states: list[Tensor] = []
 
     def whole(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> Any:
-        return own(q, k, v, g=g, beta=beta, **others)[0]
+        y, final = own(q, k, v, g=g, beta=beta, output_final_state=output_final_state, **others)
+        if final is not None:
+            states.append(tokens.all_heads(final, state[1]))
+        return y
 
     def continued(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
         return own(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **others)
 
-    if tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:])):
-        return tokens.by_state(Recurrence(continued, state, values=0), tensors), None
-    return tokens.by_heads(whole, tensors), None
+    def run(*tensors: Tensor) -> Tensor:
+        if has_states:
+            return by_state(continued, tensors, tokens.layout, state, values=0)
+        return tokens.by_heads(whole, tensors)
+
+    y = tokens.run("gated_delta_rule", 3 * prod(state), run, *tensors)
+    return y, states[0] if states else None
 
 
 def _chunk_scan(
+    view: View,
     own: Callable[..., Any],
-    tokens: Tokens,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -83,21 +106,47 @@ def _chunk_scan(
     **others: Any,
 ) -> Any:
     """Run Mamba 2's scan by heads, or by state; B and C have groups of heads."""
-    _check_no_state(initial_states is not None or return_final_states)
-    if others.get("z") is not None:
-        raise ValueError(f"mamba2_chunk_scan: z is of shape {list(others['z'].shape)}; expected None: a gate")
+    tensors = [x, dt, B, C]
+    tokens = tokens_of(view, 1, tensors, A, D, dt_bias, others)
+    if tokens is None or initial_states is not None or others.get("z") is not None:
+        return NotImplemented
+    batch, _, heads, width = x.shape
+    state = batch, heads, width, B.size(3)
+    has_states = tokens.passes_states(tensors, heads * width * (1 + B.size(3)))
+    if has_states and (return_final_states or _has_documents(others)):
+        return NotImplemented
+    states: list[Tensor] = []
 
     def whole(
         x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
     ) -> Any:
-        return own(x, dt, A, B, C, D=D, dt_bias=bias, **others).to(x.dtype)  # mamba_ssm's; torch's is float32
+        y = own(x, dt, A, B, C, D=D, dt_bias=bias, return_final_states=return_final_states, **others)
+        if return_final_states:
+            y, final = y
+            states.append(tokens.all_heads(final, heads))
+        return y.to(x.dtype)  # mamba_ssm's; torch's is float32
 
-    tensors = [x, dt, B, C]
-    batch, _, heads, width = x.shape
-    if not tokens.passes_states(tensors, heads * width * (1 + B.size(3))):
-        return tokens.by_heads(whole, tensors, [A, D, dt_bias])
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        if has_states:
+            return _chunk_scan_by_state(tokens, own, [x, dt, A, B, C], D, dt_bias, state, others)
+        return tokens.by_heads(whole, [x, dt, B, C], [A, D, dt_bias])
 
+    y = tokens.run("mamba2_chunk_scan", 2 * prod(state), run, *tensors)
+    return (y, states[0]) if states else y
+
+
+def _chunk_scan_by_state(
+    tokens: Tokens,
+    own: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    state: tuple[int, ...],
+    others: dict[str, Any],
+) -> Tensor:
+    x, dt, A, B, C = tensors
     # The kernel gets the time steps of which the decays are made, so that both round alike.
+    others = {**others}
     softplus, limit = others.pop("dt_softplus", False), others.get("dt_limit")
     dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
     dt = dt if dt_bias is None else dt + dt_bias
@@ -120,14 +169,13 @@ def _chunk_scan(
             added: Tensor = C[:, :, None] @ state.unflatten(1, (C.size(1), -1)).transpose(3, 4)
         return added.flatten(1, 2).transpose(1, 2) * exponents.cumsum(1).exp()[..., None]
 
-    state = batch, heads, width, B.size(3)
-    recurrence = Recurrence(alone, state, decay, decay=True, correct=correct)
-    return tokens.by_state(recurrence, [x, dt, B, C, dt * A])
+    tensors = [x, dt, B, C, dt * A]
+    return by_state(alone, tensors, tokens.layout, state, decay, decay=True, correct=correct)
 
 
 def _selective_scan(
+    view: View,
     own: Callable[..., Any],
-    tokens: Tokens,
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -141,48 +189,64 @@ def _selective_scan(
     **others: Any,
 ) -> Any:
     """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
-    _check_no_state(return_last_state)
+    tokens = tokens_of(view, 2, [x, dt, B, C, *([] if z is None else [z])], A, D, delta_bias, others)
+    if tokens is None or x.size(1) < tokens.world:
+        return NotImplemented
+    channels = x.size(1)
+    finals: list[Tensor] = []
 
     def whole(
         x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
     ) -> Any:
         B, C = (state[:, 0].transpose(1, 2) for state in (B, C))
-        return own(x, dt, A, B, C, D=D, delta_bias=bias, **others).to(x.dtype)
+        y = own(x, dt, A, B, C, D=D, delta_bias=bias, return_last_state=return_last_state, **others)
+        if return_last_state:
+            y, final = y
+            finals.append(tokens.all_heads(final, channels))
+        return y.to(x.dtype)
 
-    states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-    y = tokens.by_heads(whole, [x, dt, *states], [A, D, delta_bias], seq_dim=2, head_dim=1)
-    return y if z is None else y * torch.nn.functional.silu(z)  # of own tokens: the gate is not exchanged
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Tensor:
+        states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
+        y = tokens.by_heads(whole, [x, dt, *states], [A, D, delta_bias], seq_dim=2, head_dim=1)
+        # Of own tokens: the gate is not exchanged.
+        return y if z is None else y * torch.nn.functional.silu(z)
+
+    y = tokens.run("mamba_selective_scan", 2 * x.size(0) * A.numel(), run, x, dt, B, C, z)
+    return (y, finals[0]) if finals else y
 
 
-def _not_fused(own: Callable[..., Any], tokens: Tokens, *args: Any, **kwargs: Any) -> None:
+def _not_fused(view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return None, upon which the layer calls the convolution and the scan themselves."""
+    return None if has_part(args, kwargs) else NotImplemented
 
 
 def lightning(
+    view: View,
     own: Callable[..., Any],
-    tokens: Tokens,
     layer: Any,
     hidden_states: Tensor,
     position_embeddings: Any = None,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> Any:
     """Run MiniMax's lightning attention by heads, or by state.
 
     It is no function but a layer's forward, own, which runs here for a stand-in of the layer that has the
-    decays of some heads, and neither projections nor norm: these are of own tokens.
+    decays of some heads, and neither projections nor norm: these are of own tokens, in the view.
     """
-    _check_no_state(past_key_values is not None)
-    batch, count = hidden_states.shape[:2]
+    tokens = tokens_of(view, 1, [hidden_states])
+    if tokens is None or past_key_values is not None:
+        return NotImplemented
+    batch, total = whole_shape(hidden_states)[:2]
     mixed = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
-    queries, keys, values = mixed.view(batch, count, -1, 3 * layer.head_dim).chunk(3, -1)
-
+    queries, keys, values = mixed.view(batch, total, -1, 3 * layer.head_dim).chunk(3, -1)
+    tensors = [values, queries, keys]
     decays = [layer.slope_rate, layer.query_decay, layer.key_decay, layer.diagonal_decay[0]]
 
-    def run(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> tuple[Tensor, Tensor]:
+    def run_own(v: Tensor, q: Tensor, k: Tensor, slope: Tensor, *decays: Tensor) -> tuple[Tensor, Tensor]:
         stand_in = types.SimpleNamespace(
             **dict.fromkeys(("qkv_proj", "act_fn", "norm", "out_proj"), lambda x: x),
             output_gate=lambda x: x.new_tensor(torch.inf),  # of which the sigmoid is 1
@@ -198,10 +262,10 @@ def lightning(
         return y.view(v.shape), final
 
     def whole(*tensors: Tensor) -> Tensor:
-        return run(*tensors)[0]
+        return run_own(*tensors)[0]
 
     def alone(v: Tensor, q: Tensor, k: Tensor, state: Tensor) -> Any:
-        return run(v, q, k, *decays)
+        return run_own(v, q, k, *decays)
 
     # In a model of 16 bits they have 16 bits, in which the exponents of many tokens would round.
     slopes = layer.slope_rate.to(torch.promote_types(layer.slope_rate.dtype, torch.float32))
@@ -217,62 +281,61 @@ def lightning(
             added = q.transpose(1, 2).to(state.dtype) @ state
         return (factors * added).transpose(1, 2)
 
-    tensors = [values, queries, keys]
-    if tokens.passes_states(tensors, values.size(2) * layer.head_dim * (1 + layer.head_dim)):
-        state = batch, values.size(2), layer.head_dim, layer.head_dim
-        y = tokens.by_state(Recurrence(alone, state, decay, decay=True, correct=correct), tensors)
-    else:
-        y = tokens.by_heads(whole, tensors, decays)
+    state = batch, values.size(2), layer.head_dim, layer.head_dim
+
+    def run(*tensors: Tensor) -> Tensor:
+        if tokens.passes_states(tensors, state[1] * layer.head_dim * (1 + layer.head_dim)):
+            return by_state(alone, tensors, tokens.layout, state, decay, decay=True, correct=correct)
+        return tokens.by_heads(whole, tensors, decays)
+
+    y = tokens.run("lightning attention", 2 * prod(state), run, *tensors)
     gate = torch.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(gate * layer.norm(y.flatten(2))), None
 
 
-def _check_no_state(has_state: bool) -> None:
-    if has_state:
-        raise ValueError(
-            "a layer keeps its state for the next call, or continues one; expected none over a sharded "
-            "sequence. Pass no past_key_values or cache_params, and use_cache=False as shard does"
-        )
+def _has_documents(options: dict[str, Any]) -> bool:
+    """Whether a kernel is to keep packed documents apart, of the whole sequence."""
+    return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
 
 
-class _Function(NamedTuple):
+class Function(NamedTuple):
     """A function of transformers.
 
     Attributes:
-        run: computes it over a sharded sequence: run(own, tokens, ...), own being transformers'.
+        run: computes it on parts: run(view, own, ...), own being transformers'.
         parameters: names of its parameters that are passed to it.
+        like: of which argument its result has the shape and the dtype; None: it has none.
+        state: the option by which it also returns a state.
+        returns_state: whether it returns a state in any case, which is None without the option.
     """
 
     run: Callable[..., Any]
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    like: int | None = None
+    state: str = ""
+    returns_state: bool = False
 
 
-_DELTA = _Function(_delta_rule, ("g", "beta", "initial_state", "output_final_state"))
-CONVOLUTIONS = {"causal_conv1d_fn": _Function(_convolution, ("weight", "bias", "activation"))}
-SCANS = {
+_DELTA = Function(
+    _delta_rule, ("g", "beta", "initial_state", "output_final_state"), 2, "output_final_state", True
+)
+SERVED = {
+    "causal_conv1d_fn": Function(_convolution, ("weight", "bias", "activation"), 0),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": _Function(_chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states")),
-    "mamba_selective_scan": _Function(_selective_scan, ("D", "z", "delta_bias", "return_last_state")),
+    "mamba2_chunk_scan": Function(
+        _chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states"), 0, "return_final_states"
+    ),
+    "mamba_selective_scan": Function(
+        _selective_scan, ("D", "z", "delta_bias", "return_last_state"), 0, "return_last_state"
+    ),
+    "mamba2_split_conv1d_scan_combined": Function(_not_fused),
+    "mamba_inner_fn": Function(_not_fused),
 }
-BY_HEADS_ALONE = {"mamba_selective_scan"}  # it returns its last state, but begins with zeros
-_FUSED = {
-    "mamba2_split_conv1d_scan_combined": _Function(_not_fused, ()),
-    "mamba_inner_fn": _Function(_not_fused, ()),
-}
-SERVED = CONVOLUTIONS | SCANS | _FUSED
 # MiniMax's layer: the names that its forward has in it
-LIGHTNING = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "head_dim", "block_size"} | {
+LIGHTNING_NAMES = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "head_dim", "block_size"} | {
     "slope_rate",
     "query_decay",
     "key_decay",
     "diagonal_decay",
-}
-ALLOWED = {  # they see one token each, or serve generation, which has a cache
-    "apply_mask_to_padding_states",
-    "causal_conv1d_update",
-    "torch_recurrent_gated_delta_rule",
-    "recurrent_kimi_delta_attention",
-    "mamba2_selective_state_update",
-    "mamba_selective_state_update",
 }

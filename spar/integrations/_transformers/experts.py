@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of transformers treat each row alone: they run on this rank's rows, by any implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._view.nested import changed, tensors_in
+from ..._view.part import Part, mark, part_of
+from ..._view.view import View, without_view
+
+_DISPATCH = "transformers.integrations.moe"  # whose forward calls the implementation that the config names
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module's class is decorated by transformers' `use_experts_implementation`.
+
+    Such a forward takes hidden states `[rows, D]` and each row's experts and their weights, both `[rows, k]`.
+    """
+    forward = getattr(type(module), "forward", None)
+    return getattr(forward, "__globals__", {}).get("__name__") == _DISPATCH
+
+
+def run_experts(
+    view: View, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call experts with a rank's own rows; in the view where these differ, or where a rank has none."""
+    tensors = tensors_in(args, kwargs)
+    part = part_of(tensors[0]) if tensors else None
+    if part is None or not all(part.sizes) or not all(_is_of_rows(x, part) for x in tensors):
+        return own(*args, **kwargs)
+    _check_whole(view, module)
+    for x in tensors:
+        view.check_stale("experts", x)
+    # What a router chose may be whole, as of functions that have no rule.
+    args, kwargs = changed(lambda x: x if part_of(x) else view.parts.shard(x, part), (args, kwargs))
+    if view.recording:
+        view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
+    with without_view():
+        return mark(own(*args, **kwargs), part)
+
+
+def _is_of_rows(x: Tensor, part: Part) -> bool:
+    own = part_of(x)
+    return own is part or (own is None and x.dim() > part.dim and x.size(part.dim) == part.whole)
+
+
+def _check_whole(view: View, module: nn.Module) -> None:
+    """Refuse experts that are divided over ranks of the sequence: these would add up different rows."""
+    for parameter in module.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+        if mesh is None:
+            continue
+        others = set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+        if others & set(dist.get_process_group_ranks(view.parts.group)):
+            raise view.error(
+                "experts", "are divided over ranks that have other tokens", "divide them over other ranks"
+            )
+
+
+def _work(module: nn.Module, part: Part, index: Tensor) -> tuple[int, int]:
+    """Return the multiply-adds of a rank's rows and of all: each by the matrices of its k experts."""
+    matrices = [p for p in module.parameters() if p.dim() == 3]
+    each = sum(p.numel() // p.size(0) for p in matrices) * index.size(-1)
+    return part.local * each, part.whole * each

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of strings, which each process iterates over in another order.
+
+Some models make a mask for each of the kinds of layers in a set. Ranks that share this work, or compare the
+code that they run, need one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_LIBRARY, _MASKS = "transformers.", "transformers.masking_utils"
+_own_set = set
+_owners: set[Any] = set()  # modules of transformers whose code makes sets
+
+
+class _LikeSet(type):
+    def __instancecheck__(cls, x: object) -> bool:
+        return isinstance(x, _own_set)
+
+
+class Ordered(set[Any], metaclass=_LikeSet):
+    """A set whose iteration has the same order in each process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=str))
+
+
+def order_sets(model: torch.nn.Module) -> None:
+    """Let a model's modules hold ordered sets of strings, and note whose forwards make such."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if not kind.__module__.startswith(_LIBRARY):
+            continue
+        forward = inspect.unwrap(kind.forward)
+        if "set" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            _owners.add(sys.modules[forward.__module__])
+        for name, value in vars(module).items():
+            if type(value) is set and value and all(isinstance(entry, str) for entry in value):
+                setattr(module, name, Ordered(value))
+
+
+@contextlib.contextmanager
+def ordering(_: Any) -> Iterator[None]:
+    """Let the sets that these modules make be ordered."""
+    owners = [owner for owner in (*_owners, sys.modules.get(_MASKS)) if owner is not None]
+    before = [vars(owner).get("set", _own_set) for owner in owners]
+    for owner in owners:
+        owner.set = Ordered
+    try:
+        yield
+    finally:
+        for owner, own in zip(owners, before, strict=True):
+            owner.set = own
