@@ -13,7 +13,7 @@ from ..topology.resolve import Group
 from ._diffusers import models as diffusers
 from ._libraries import LIBRARIES
 from ._transformers.mixers import serve
-from ._transformers.orders import order_sets
+from ._transformers.orders import order_sets, restore_sets
 
 
 def parallelize(
@@ -134,3 +134,4 @@ def unparallelize(model: torch.nn.Module) -> None:
             return
     unsharded(model, where)
     diffusers.forget_parts(model)
+    restore_sets(model)

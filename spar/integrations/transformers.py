@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,19 @@ __all__ = ["register", "shard", "total_loss"]
 _STATE = "_spar_former"  # the attribute of a model that `shard` parallelized
 _SHARE, _LAYOUT = "spar_share", "layout"  # what `shard` adds to the batch
 _IGNORED = -100  # the label of a token that does not count
+# In the names of models whose labels are not those of the next token.
+_NOT_SHIFTED = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"
+_registered: set[str] = set()
 
 
 def register(name: str = "spar") -> None:
     """Deprecated: a parallelized model needs no attention of its own. Makes the name one for `sdpa`."""
     warn_deprecated("transformers.register", "spar.parallelize(model, group)", REMOVAL)
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name not in _registered and name in (*AttentionInterface().valid_keys(), "eager"):
+        raise ValueError(f"register: name is {name!r}, an attention of transformers; pass another name")
+    _registered.add(name)
 
     def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
         for option in ("s_aux", "sinks", "softcap"):
@@ -67,15 +75,21 @@ def shard(
     real = process_group(
         layout.group if group is None and layout is not None else group, "transformers.shard"
     )
+    tokens = None if token_group is None else process_group(token_group, "transformers.shard")
     former = _former(_stock(model), real, "hybrid" if _is_hybrid(layout) else method)
-    if layout is None:
-        ids = batch.get("input_ids")
-        total = (batch["inputs_embeds"] if ids is None else ids).size(1)
-        layout = SequenceLayout.even(total, real)
+    given = _with_positions(batch, layout)
+    labels = _labels_of(former.model, given)
     share = 1 / real.size()
-    if token_group is not None and batch.get("num_items_in_batch") is None:
-        share *= _share_of_labels(former.model, batch, real, process_group(token_group, "transformers.shard"))
-    return {**batch, "use_cache": False, _LAYOUT: layout, _SHARE: share}
+    if labels is not None and batch.get("num_items_in_batch") is None:
+        if tokens is None and real.size() < torch.distributed.get_world_size():
+            raise ValueError(
+                "transformers.shard: token_group is None, and group does not span all ranks; expected the "
+                "group over which labels are counted"
+            )
+        share *= _share_of_labels(labels, real, tokens)
+    if given.get("labels") is None and given.get("shift_labels") is not None:
+        given["labels"] = given["shift_labels"]  # without labels models compute no loss
+    return {**given, "use_cache": False, _LAYOUT: layout or _even(given, real), _SHARE: share}
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:
@@ -98,19 +112,29 @@ class _Former:
     """A model that `shard` parallelized.
 
     Attributes:
-        layout, share: of the newest forward.
+        newest: of the newest forward, what is taken from its arguments. Copies of the model share it.
     """
 
     def __init__(self, model: Any, group: Any, method: str | None) -> None:
         self.model, self.group, self.method = model, group, method
-        self.layout: SequenceLayout | None = None
-        self.share = 1.0
-        layout_of: Any = "even" if method == "hybrid" else lambda _: self.layout
+        self.newest = newest = _Newest()
+
+        def lay_out(batch: dict[str, Any]) -> SequenceLayout:
+            return newest.layout or _even(batch, group)
+
+        layout_of: Any = "even" if method == "hybrid" else lay_out
         parallelize(model, group, method=method, layout=layout_of, outputs="parts")
         self._hooks = [
             model.register_forward_pre_hook(self._take, with_kwargs=True),
             model.register_forward_hook(self._divide),
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Former:
+        made = memo[id(self)] = object.__new__(_Former)
+        vars(made).update(vars(self))
+        made.model = copy.deepcopy(self.model, memo)
+        made._hooks = copy.deepcopy(self._hooks, memo)
+        return made
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -119,17 +143,31 @@ class _Former:
 
     def _take(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs}
-        self.share, self.layout = kwargs.pop(_SHARE, 1.0), kwargs.pop(_LAYOUT, None)
+        self.newest.share, self.newest.layout = kwargs.pop(_SHARE, 1.0), kwargs.pop(_LAYOUT, None)
         return args, kwargs
 
     def _divide(self, model: Any, args: Any, output: Any) -> Any:
         """Return the output with this rank's share of the loss: a tuple begins with it, or has none."""
         if isinstance(output, tuple):
             has_loss = isinstance(output[0], torch.Tensor) and output[0].dim() == 0
-            return (output[0] * self.share, *output[1:]) if has_loss else output
+            return (self._share_of(output[0]), *output[1:]) if has_loss else output
         if getattr(output, "loss", None) is not None:
-            output.loss = output.loss * self.share
+            output.loss = self._share_of(output.loss)
         return output
+
+    def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
+        # The mean of no labels is not a number.
+        return loss * self.newest.share if self.newest.share else loss.nan_to_num() * 0
+
+
+class _Newest:
+    """Attributes: layout, share: None and 1 in a forward of arguments that `shard` did not return."""
+
+    layout: SequenceLayout | None = None
+    share = 1.0
+
+    def __deepcopy__(self, memo: object) -> _Newest:
+        return self
 
 
 def _former(model: Any, group: Any, method: str | None) -> _Former:
@@ -159,23 +197,48 @@ def _is_hybrid(layout: SequenceLayout | None) -> bool:
     return layout is not None and layout.kind == "hybrid"
 
 
-def _share_of_labels(model: Any, batch: Mapping[str, Any], group: Any, tokens: Any) -> float:
-    """Return what part of the labels of all data-parallel ranks this rank's batch has."""
+def _even(batch: Mapping[str, Any], group: Any) -> SequenceLayout:
+    ids = batch.get("input_ids")
+    return SequenceLayout.even((batch["inputs_embeds"] if ids is None else ids).size(1), group)
+
+
+def _with_positions(batch: Mapping[str, Any], layout: SequenceLayout | None) -> dict[str, Any]:
+    """Return the batch, with position_ids of the documents that the layout or cu_seq_lens_q has."""
+    given, ends, positions = dict(batch), batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    if ends is None and layout is not None and layout.is_packed:
+        ends = layout.cu_seqlens()
+    restarts = positions is not None and bool((positions.reshape(-1, positions.size(-1))[:, 1:] == 0).any())
+    mask = batch.get("attention_mask")
+    if (ends is not None or restarts) and isinstance(mask, torch.Tensor) and bool((mask != 0).all()):
+        raise ValueError(
+            "transformers.shard: batch['attention_mask'] is all ones, and there are packed documents, which "
+            "transformers does not see beside it; expected no attention_mask"
+        )
+    if ends is not None and positions is None:
+        ids = batch.get("input_ids")
+        like = batch["inputs_embeds"] if ids is None else ids
+        lengths = ends.diff().to(torch.int64).to(like.device)
+        starts = torch.repeat_interleave(ends[:-1].to(like.device), lengths)
+        given["position_ids"] = (torch.arange(len(starts), device=like.device) - starts).expand(len(like), -1)
+    return given
+
+
+def _labels_of(model: Any, batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the labels that a model's loss is a mean of; None if there are none."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
-    if shifted is None and labels is not None and type(model).__name__.endswith("ForCausalLM"):
+    if shifted is None and labels is not None and not type(model).__name__.endswith(_NOT_SHIFTED):
         shifted = labels[:, 1:]
-    found = next((x for x in (shifted, labels, batch.get("start_positions")) if x is not None), None)
-    if found is None:
-        return 1.0
-    own = (
-        (found != _IGNORED).sum()
-        if not found.is_floating_point()
-        else torch.tensor(len(found), device=found.device)
-    )
-    total = all_gather(own.to(torch.int64)[None], tokens).sum() / (
-        group.size() if _contains(tokens, group) else 1
-    )
-    return float(own) / max(float(total), 1.0)
+    return next((x for x in (shifted, labels, batch.get("start_positions")) if x is not None), None)
+
+
+def _share_of_labels(labels: torch.Tensor, group: Any, tokens: Any) -> float:
+    """Return what part of the labels of all data-parallel ranks this rank's batch has; 0 if it has none."""
+    count = len(labels) if labels.is_floating_point() else int((labels != _IGNORED).sum())
+    if tokens is None:
+        return float(count > 0)
+    own = torch.tensor([count], device=labels.device)
+    ranks = group.size() if _contains(tokens, group) else 1
+    return count / max(int(all_gather(own, tokens).sum()) / ranks, 1)
 
 
 def _contains(outer: Any, inner: Any) -> bool:

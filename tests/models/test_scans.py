@@ -28,6 +28,7 @@ from helpers.llms import whole
 from helpers.view_masks import pair
 
 import spar
+from spar import SequenceLayout
 from spar._view.part import Parts
 from spar._view.view import View
 from spar.integrations._transformers import mixers
@@ -296,7 +297,59 @@ def check_order(rank: int, world: int, group: Group) -> None:
         assert [*model.model.kinds] == sorted(one.model.kinds)
         check_step(model.train(), one.train(), padded(), group)
         assert module.set is own
+        spar.unparallelize(model)
+        assert type(model.model.kinds) is set
+    model, _ = pair(make, group, torch.float32)
+    model(**whole())
+    assert "set" not in vars(module)
 
 
 def test_masks_are_made_in_one_order(pool: Ranks) -> None:
     pool(3, check_order)
+
+
+def check_lightning(rank: int, world: int, group: Group) -> None:
+    """A forward in place of the class's is called, and states that somebody reads are there."""
+    calls = []
+
+    def make() -> Any:
+        model = maker("minimax")()
+        layer = model.model.layers[0].self_attn
+        own = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(None)
+            return own(*args, **kwargs)
+
+        layer.forward = forward
+        return model
+
+    model, one = pair(make, group, torch.float32)
+    model(**whole())
+    assert calls
+    model, one = pair(maker("minimax"), group, torch.float32)
+    found, expected = [each(**whole(), output_attentions=True).attentions for each in (model, one)]
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).abs().max() <= TOLERANCE * y.abs().max()
+
+
+def test_lightning_attention_that_others_replace_or_read(pool: Ranks) -> None:
+    pool(2, check_lightning)
+
+
+def check_only_d(rank: int, world: int, group: Group) -> None:
+    """By state, where a rank has no tokens, and its peers' results need a gradient of D alone."""
+
+    def lay_out(batch: dict[str, Any]) -> SequenceLayout:
+        total = batch["input_ids"].size(1)
+        return SequenceLayout.of_runs([[(0, total)], *([[]] * (world - 1))], group)
+
+    model, one = pair(maker("bamba", **FEW["bamba"]), group, torch.float32, layout=lay_out)
+    for each in (model, one):
+        for name, p in each.named_parameters():
+            p.requires_grad = name.endswith(".D")
+    check_step(model.train(), one.train(), whole(), group, 3 * TOLERANCE)
+
+
+def test_only_d_learns(pool: Ranks) -> None:
+    pool(4, check_only_d)

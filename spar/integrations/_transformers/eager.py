@@ -165,7 +165,8 @@ def _attend(
         or any(each is not None and each.dim != 2 for each in (part, *others))
         or not query.dim() == key.dim() == value.dim() == 4
         or not (is_plain or (others == [part, part] and part.is_sequence))
-        or _reads_weights(module, kwargs)
+        or are_weights_read(module, kwargs)
+        or not _runs_without_weights(module.__class__)
     ):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     with without_view():  # a rank may know it already: ranks compare the code that they run in the view
@@ -224,7 +225,7 @@ def _dead(spans: Spans, device: torch.device) -> Tensor | None:
     return dead.to(device) if bool(dead.any()) else None
 
 
-def _reads_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+def are_weights_read(module: Any, kwargs: dict[str, Any]) -> bool:
     """Whether somebody may read the weights of an attention layer; fused kernels return none."""
     if kwargs.get("output_attentions") or getattr(
         getattr(module, "config", None), "output_attentions", False
@@ -235,10 +236,7 @@ def _reads_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     if any("hidden_states" not in name for name in collected or ()):
         return True
     hooks = [*module._forward_hooks.values(), *torch.nn.modules.module._global_forward_hooks.values()]
-    if not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks):
-        return True
-    kind: Any = type(module)
-    return not _runs_without_weights(kind)
+    return not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks)
 
 
 @functools.lru_cache(maxsize=512)

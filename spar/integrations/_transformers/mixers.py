@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from ..._view.leaves import leaf
 from ..._view.tracing import is_traced
 from ..._view.view import View, current_view
+from .eager import are_weights_read
 from .scans import LIGHTNING_NAMES, SERVED, Function, lightning
 
 _LIBRARY = "transformers."
@@ -56,15 +57,19 @@ def _names_of(forward: Any) -> frozenset[str]:
 
 
 def is_lightning(module: torch.nn.Module) -> bool:
-    """Whether a module is MiniMax's layer of lightning attention."""
+    """Whether a module is MiniMax's layer of lightning attention, with its class's forward."""
     kind = type(module)
+    if "forward" in vars(module):
+        return False
     return kind.__module__.startswith(_LIBRARY) and _names_of(_forward_of(kind)) >= LIGHTNING_NAMES
 
 
 def run_lightning(
     view: View, module: torch.nn.Module, own: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call the layer with parts."""
+    """Call the layer with parts, unless somebody reads its state."""
+    if are_weights_read(module, kwargs):
+        return own(*args, **kwargs)
     out = lightning(view, type(module).forward, module, *args, **kwargs)
     return own(*args, **kwargs) if out is NotImplemented else out
 

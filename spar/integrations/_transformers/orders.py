@@ -46,15 +46,26 @@ def order_sets(model: torch.nn.Module) -> None:
                 setattr(module, name, Ordered(value))
 
 
+def restore_sets(model: torch.nn.Module) -> None:
+    """Undo `order_sets`."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is Ordered:
+                setattr(module, name, _own_set(value))
+
+
 @contextlib.contextmanager
 def ordering(_: Any) -> Iterator[None]:
     """Let the sets that these modules make be ordered."""
     owners = [owner for owner in (*_owners, sys.modules.get(_MASKS)) if owner is not None]
-    before = [vars(owner).get("set", _own_set) for owner in owners]
+    before = [vars(owner).get("set") for owner in owners]
     for owner in owners:
         owner.set = Ordered
     try:
         yield
     finally:
         for owner, own in zip(owners, before, strict=True):
-            owner.set = own
+            if own is None:
+                del owner.set
+            else:
+                owner.set = own

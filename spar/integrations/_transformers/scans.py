@@ -20,6 +20,7 @@ from ..._exchange.autocast import no_autocast
 from ..._view.part import has_part, whole_shape
 from ..._view.view import View
 from ...ops.by_state import by_state
+from ...ops.unused import depending_on
 from .tokens import Tokens, tokens_of
 
 
@@ -145,6 +146,8 @@ def _chunk_scan_by_state(
     others: dict[str, Any],
 ) -> Tensor:
     x, dt, A, B, C = tensors
+    if D is not None and D.requires_grad and not x.requires_grad:
+        x = depending_on(x, [D])  # a rank without tokens does not call the kernel
     # The kernel gets the time steps of which the decays are made, so that both round alike.
     others = {**others}
     softplus, limit = others.pop("dt_softplus", False), others.get("dt_limit")
