@@ -19,7 +19,7 @@ from ._doctor.difference import Difference, first_difference
 from ._doctor.trace import Trace, local_of_layout, local_of_view
 from ._group.group import MOST_EXCHANGES
 from ._group.registry import group_of
-from ._view.model import states_of
+from ._model.model import states_of
 from .ops.gather import all_gather, reduce_scatter
 from .random import preserved
 from .sequence_layout import SequenceLayout

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The word of a call, which ranks compare beside its signature.
  *
- * Positive: the number of the call whose gradient it moves. Negative: a place in a view (spar/_view), whose
+ * Positive: the number of the call whose gradient it moves. Negative: a place in a view (spar/_model), whose
  * fields are hashes of the code that ran before, and of the states of generators that it drew from. 0, and a
  * field that is 0: not known, equal to any. */
 #ifndef SPAR_PLACE_H

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the view (spar/_view) does for each torch function: call_key.c tells calls apart, mode_type.c runs
+/* What the view (spar/_model) does for each torch function: call_key.c tells calls apart, mode_type.c runs
  * those that are known. */
 #ifndef SPAR_PYTHON_VIEW_H
 #define SPAR_PYTHON_VIEW_H

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .._doctor.diagnose import diagnose
-from .._view.model import _ModelForward, replace_run
-from .._view.nested import tensors_in
+from .._model.model import _ModelForward, replace_run
+from .._model.nested import tensors_in
 from .ranks import UsageError
 
 SUMMARY = "run a script, and name where its sharded model first differs from one process"

@@ -13,7 +13,7 @@ import torch
 
 from .._group.group import MOST_EXCHANGES
 from .._group.registry import group_of
-from .._view.model import states_of
+from .._model.model import states_of
 from ..random import preserved
 from .difference import Difference, first_difference
 from .trace import Trace

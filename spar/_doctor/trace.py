@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._view.functions import name_of
-from .._view.nested import tensors_in
-from .._view.part import Part, part_of
-from .._view.view import current_view, without_view
+from .._model.functions import name_of
+from .._model.nested import tensors_in
+from .._model.part import Part, part_of
+from .._model.view import current_view, without_view
 from ..sequence_layout import SequenceLayout
 from .sketches import largest, sketch, tolerance
 
@@ -39,8 +39,8 @@ _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
 _PASSING = (
     *(_TORCH, contextlib.__file__, functools.__file__, typing_extensions.__file__, "<"),
     os.path.join(_SPAR, "_doctor", ""),
-    os.path.join(_SPAR, "_view", "model.py"),
-    os.path.join(_SPAR, "_view", "patches.py"),
+    os.path.join(_SPAR, "_model", "model.py"),
+    os.path.join(_SPAR, "_model", "patches.py"),
 )
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "functional.py")
 _CALL_OF_MODULE = torch.nn.Module._call_impl.__code__

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._deprecated import warn_deprecated
-from .._view.report import Report
+from .._model.report import Report
 from ..topology.resolve import Group
 from ._parallelize import parallelize, unparallelize
 

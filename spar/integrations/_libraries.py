@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._view.library import Library, RunModule
+from .._model.library import Library, RunModule
 from ._diffusers.kernels import kernels_of_parts
 from ._transformers.caches import follow
 from ._transformers.eager import attending

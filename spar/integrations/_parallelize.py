@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .._view.model import LayoutOf, check_module, is_sharded, sharded, unsharded
-from .._view.report import Report
+from .._model.model import LayoutOf, check_module, is_sharded, sharded, unsharded
+from .._model.report import Report
 from ..topology.resolve import Group
 from ._diffusers import models as diffusers
 from ._libraries import LIBRARIES

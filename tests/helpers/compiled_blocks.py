@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spar
-from spar._view.report import Report
+from spar._model.report import Report
 
 from .averages import gradients
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spar import parallelize, unparallelize
-from spar._view.report import Report
+from spar._model.report import Report
 
 from .averages import gradients
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spar import parallelize, unparallelize
-from spar._view.report import Report
+from spar._model.report import Report
 
 from .averages import gradients
 from .compiled_blocks import graphs_of

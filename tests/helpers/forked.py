@@ -12,7 +12,7 @@ import os
 
 from helpers.forks import PATH
 
-MODULES = ["resource", "conftest", "spar.testing", "spar.utils", "spar._view.view"]
+MODULES = ["resource", "conftest", "spar.testing", "spar.utils", "spar._model.view"]
 MODULES += [
     f"helpers.{name}" for name in ("fault_cases", "operations", "orders", "processes", "whole_attention")
 ]

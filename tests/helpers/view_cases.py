@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spar._group.registry import place_of
-from spar._view import rules  # noqa: F401 - registers them
-from spar._view.part import Part, Parts, Uneven
-from spar._view.patches import intercepted
-from spar._view.view import View
+from spar._model import rules  # noqa: F401 - registers them
+from spar._model.part import Part, Parts, Uneven
+from spar._model.patches import intercepted
+from spar._model.view import View
 
 B, N, D = 2, 12, 6
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from helpers.view_cases import PAIRS, Inputs, compare
 from helpers.view_programs import STEPS, Step, program
 from spar._group.registry import place_of
-from spar._view.part import Parts
-from spar._view.view import View
+from spar._model.part import Parts
+from spar._model.view import View
 
 
 class _Centred(torch.autograd.Function):

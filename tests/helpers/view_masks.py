@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spar
 from helpers.llms import left_padded, packed, packed_rows, whole
-from spar._view.rules import attention as rules
+from spar._model.rules import attention as rules
 from spar.integrations._transformers import mask_makers
 
 Group = dist.ProcessGroup

@@ -18,7 +18,7 @@ from helpers.decode_peak import peak
 from torch import Tensor, nn
 
 from spar import parallelize, unparallelize
-from spar._view.report import Report
+from spar._model.report import Report
 
 pytestmark = pytest.mark.one_transport
 

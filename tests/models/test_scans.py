@@ -29,8 +29,8 @@ from helpers.view_masks import pair
 
 import spar
 from spar import SequenceLayout
-from spar._view.part import Parts
-from spar._view.view import View
+from spar._model.part import Parts
+from spar._model.view import View
 from spar.integrations._transformers import mixers
 from spar.integrations._transformers.tokens import Tokens
 

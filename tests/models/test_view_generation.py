@@ -16,7 +16,7 @@ from helpers.multimodal import TEXT, made
 from torch import Tensor, nn
 
 import spar
-from spar._view.part import part_of
+from spar._model.part import part_of
 
 PRELOAD = ["transformers.models.llama.modeling_llama", "transformers.generation.utils"]
 

@@ -25,7 +25,7 @@ FOLDERS += ["not_linux", ".", "python"]
 # Folders of spar, and modules beside them, lowest first: a module imports from its own folder or lower ones.
 LAYERS = ["_version", "_extension", "errors", "sizes", "_deprecated", "_tracing", "_checks", "topology"]
 LAYERS += ["_control", "_transports", "_group", "_exchange", "groups", "random", "sequence_layout", "loss"]
-LAYERS += ["ops", "_attention", "_view", "_doctor", "testing", "integrations"]
+LAYERS += ["ops", "_attention", "_model", "_doctor", "testing", "integrations"]
 LAYERS += ["parallel_state", "utils", "data", "sharding", "__init__", "_commands", "__main__"]
 
 

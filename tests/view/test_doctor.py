@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar._commands.arguments import main
-from spar._view.nested import tensors_in
-from spar._view.part import part_of
-from spar._view.view import current_view, without_view
+from spar._model.nested import tensors_in
+from spar._model.part import part_of
+from spar._model.view import current_view, without_view
 from spar.testing import Difference, diagnose
 
 pytestmark = pytest.mark.one_transport

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from spar import Spans
-from spar._view.spans_mask import SpansMask, dense_of, mask_of, spans_of
+from spar._model.spans_mask import SpansMask, dense_of, mask_of, spans_of
 
 B, S = 2, 6
 

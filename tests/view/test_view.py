@@ -22,10 +22,10 @@ from torch import Tensor
 
 from spar import SequenceLayout
 from spar._group.registry import place_of
-from spar._view import view
-from spar._view.part import Parts, mark, part_of
-from spar._view.patches import intercepted
-from spar._view.view import View
+from spar._model import view
+from spar._model.part import Parts, mark, part_of
+from spar._model.patches import intercepted
+from spar._model.view import View
 from spar.parallel_state import init_parallel_state
 
 # Exchanges over each transport are tested by other modules.

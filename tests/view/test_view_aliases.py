@@ -15,7 +15,7 @@ from conftest import Ranks
 from torch import Tensor, nn
 
 import spar
-from spar._view.aliases import Aliases
+from spar._model.aliases import Aliases
 
 pytestmark = pytest.mark.one_transport
 

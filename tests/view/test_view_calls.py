@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from spar import _C
 from spar._C import mark_results, replaced
-from spar._view.view import Mode  # its module tells the C code what to use
+from spar._model.view import Mode  # its module tells the C code what to use
 
 WHOLE = torch.ones(2, 3)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from spar._view.collectives import _KNOWN, _methods
+from spar._model.collectives import _KNOWN, _methods
 
 pytestmark = pytest.mark.one_transport
 

@@ -14,7 +14,7 @@ from conftest import Ranks
 from helpers.compiled_blocks import Block, Compared, compile_blocks, inputs, of
 
 import spar
-from spar._view import backends
+from spar._model import backends
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
 Group = dist.ProcessGroup

@@ -16,7 +16,7 @@ from conftest import Ranks
 from torch import Tensor, nn
 
 import spar
-from spar._view.nested import changed, tensors_in
+from spar._model.nested import changed, tensors_in
 
 pytestmark = pytest.mark.one_transport
 

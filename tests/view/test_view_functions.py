@@ -22,10 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from spar import cal_split_sizes, parallelize
-from spar._view.call import Plan, Step, rule_of
-from spar._view.functions import function_of
-from spar._view.part import Parts, part_of
-from spar._view.view import MEMORY, View
+from spar._model.call import Plan, Step, rule_of
+from spar._model.functions import function_of
+from spar._model.part import Parts, part_of
+from spar._model.view import MEMORY, View
 
 # Exchanges over each transport are tested by other modules.
 pytestmark = pytest.mark.one_transport

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import spar
 from spar import SparError
-from spar._view import moving
-from spar._view.part import part_of
-from spar._view.rules import attention
-from spar._view.view import View, without_view
+from spar._model import moving
+from spar._model.part import part_of
+from spar._model.rules import attention
+from spar._model.view import View, without_view
 
 pytestmark = pytest.mark.one_transport
 

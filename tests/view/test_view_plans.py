@@ -19,9 +19,9 @@ from helpers.view_cases import PAIRS, Inputs, compare, functions
 from helpers.view_programs import program
 from torch import Tensor
 
-from spar._view.call import FunctionCall
-from spar._view.part import Parts
-from spar._view.view import View
+from spar._model.call import FunctionCall
+from spar._model.part import Parts
+from spar._model.view import View
 
 pytestmark = pytest.mark.one_transport
 

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from ..._attention.attention import attention
-from ..._view.part import has_part, mark, part_of, whole_numel, whole_shape
-from ..._view.rules.attention import drawing, method_of
-from ..._view.rules.products import work
-from ..._view.view import View, current_view, without_view
+from ..._model.part import has_part, mark, part_of, whole_numel, whole_shape
+from ..._model.rules.attention import drawing, method_of
+from ..._model.rules.products import work
+from ..._model.view import View, current_view, without_view
 from ...sizes import share
 
 # Backends that call torch's attention, which a view sees. "_native_npu" and "_native_xla" do not.

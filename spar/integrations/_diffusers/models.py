@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._view.images import has_convolutions
+from ..._model.images import has_convolutions
 from .names import check_names
 
 _OF_PIPELINES = ("transformer", "transformer_2", "unet", "vae")  # the attributes of a pipeline to shard

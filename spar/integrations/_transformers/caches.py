@@ -7,9 +7,9 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..._view.part import part_of
-from ..._view.patches import reentered
-from ..._view.view import View, without_view
+from ..._model.part import part_of
+from ..._model.patches import reentered
+from ..._model.view import View, without_view
 
 _NAME = "past_key_values"
 _CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")

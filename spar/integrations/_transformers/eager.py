@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ..._attention.spans import Spans
-from ..._view.part import Part, mark, part_of, whole_numel
-from ..._view.rules.attention import exchanged
-from ..._view.rules.products import shared
-from ..._view.spans_mask import mask_of, spans_of_floats
-from ..._view.view import current_view, without_view
+from ..._model.part import Part, mark, part_of, whole_numel
+from ..._model.rules.attention import exchanged
+from ..._model.rules.products import shared
+from ..._model.spans_mask import mask_of, spans_of_floats
+from ..._model.view import current_view, without_view
 
 _OPTIONAL = "?"  # a statement that a formula may leave out
 _SCORES = (  # patterns of the statements, in their order

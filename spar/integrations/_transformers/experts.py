@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..._view.nested import changed, tensors_in
-from ..._view.part import Part, mark, part_of
-from ..._view.view import View, without_view
+from ..._model.nested import changed, tensors_in
+from ..._model.part import Part, mark, part_of
+from ..._model.view import View, without_view
 
 _DISPATCH = "transformers.integrations.moe"  # whose forward calls the implementation that the config names
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._attention.spans import Spans
-from ..._view.part import part_of
-from ..._view.spans_mask import mask_of
-from ..._view.view import View, current_view, without_view
+from ..._model.part import part_of
+from ..._model.spans_mask import mask_of
+from ..._model.view import View, current_view, without_view
 from .masks import WINDOWS, MaskRequest, leaves_intervals
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.

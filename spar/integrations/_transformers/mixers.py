@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..._view.leaves import leaf
-from ..._view.tracing import is_traced
-from ..._view.view import View, current_view
+from ..._model.leaves import leaf
+from ..._model.tracing import is_traced
+from ..._model.view import View, current_view
 from .eager import are_weights_read
 from .scans import LIGHTNING_NAMES, SERVED, Function, lightning
 

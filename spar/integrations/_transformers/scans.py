@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..._exchange.autocast import no_autocast
-from ..._view.part import has_part, whole_shape
-from ..._view.view import View
+from ..._model.part import has_part, whole_shape
+from ..._model.view import View
 from ...ops.by_state import by_state
 from ...ops.unused import depending_on
 from .tokens import Tokens, tokens_of

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._view.part import Part, has_part, mark, part_of
-from ..._view.rules.products import shared
-from ..._view.view import View, without_view
+from ..._model.part import Part, has_part, mark, part_of
+from ..._model.rules.products import shared
+from ..._model.view import View, without_view
 from ...groups import init
 from ...ops.by_heads import by_heads
 from ...ops.convolution import can_correct, convolve
