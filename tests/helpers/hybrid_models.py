@@ -101,6 +101,11 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # type: its class's name witho
         "MiniMax",
         LINEAR | EXPERTS | {"num_attention_heads": 5, "num_key_value_heads": 5, "block_size": 8},
     ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 9, "num_key_value_heads": 1},
+    ),
+    "rwkv": ("Rwkv", {"context_length": 64}),
     "mamba": ("Mamba", MAMBA),
     "falcon_mamba": ("FalconMamba", MAMBA),
     "zamba": (

@@ -217,7 +217,9 @@ def check_generation(rank: int, world: int, group: Group, name: str) -> None:
     assert torch.equal(model.generate(ids, **given), one.generate(ids, **given))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "mamba", "lfm2", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "bamba", "mamba", "lfm2", "minimax", "recurrent_gemma", "rwkv"]
+)
 def test_generation_goes_on_from_whole_states(pool: Ranks, name: str) -> None:
     pool(2, check_generation, name)
 

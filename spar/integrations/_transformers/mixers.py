@@ -25,7 +25,7 @@ from .eager import are_weights_read
 from .scans import LIGHTNING_NAMES, SERVED, Function, lightning
 
 _LIBRARY = "transformers."
-# Of layers of parallelized models, by module and name: transformers' function, and what stands
+# Of layers of parallelized models, by module or class, and name: transformers' function, and what stands
 # before it.
 _served: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
@@ -36,8 +36,8 @@ def serve(model: torch.nn.Module) -> None:
         if not kind.__module__.startswith(_LIBRARY):
             continue
         forward = _forward_of(kind)
-        owner = sys.modules.get(forward.__module__)
         for name in _names_of(forward) & SERVED.keys():
+            owner: Any = kind if SERVED[name].is_method else sys.modules.get(forward.__module__)
             own: Any = getattr(owner, name, None)
             known = _served.get((owner, name), (None, None))
             if own not in known and _has_parameters(own, SERVED[name]):
@@ -98,7 +98,7 @@ def _standing_for(own: Callable[..., Any], function: Function, key: str) -> Call
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            has_node = is_traced() and not kwargs.get(function.state)
+            has_node = is_traced() and not function.is_method and not kwargs.get(function.state)
             if not has_node:
                 return own(*args, **kwargs)
             return None if function.like is None else _in_graph(key, *args, **kwargs)

@@ -2,7 +2,7 @@
 """Functions of transformers' layers without attention, on a rank's tokens.
 
 Each is called as run(view, own, ...) with the arguments of the function of transformers 5.23 that it stands
-for, `own`: convolutions, gated delta rules, the scans of Mamba 1 and 2, and lightning attention. It returns
+for, `own`: convolutions and recurrences. It returns
 NotImplemented where `own` is to run as it is: for arguments that are not parts of one sequence, or a state.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..._exchange.autocast import no_autocast
-from ..._model.part import has_part, whole_shape
-from ..._model.view import View
+from ..._model.part import has_part, part_of, whole_shape
+from ..._model.view import View, without_view
 from ...ops.by_state import by_state
 from ...ops.unused import depending_on
 from .tokens import Tokens, tokens_of
@@ -218,6 +218,67 @@ def _selective_scan(
     return (y, finals[0]) if finals else y
 
 
+def _rwkv(
+    view: View,
+    own: Callable[..., Any],
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """Run RWKV's attention by channels, [B, S_local, C]."""
+    tokens = tokens_of(view, 1, [key, value], time_decay, time_first)
+    if tokens is None or state is not None or return_state or key.size(2) < tokens.world:
+        return NotImplemented
+
+    def whole(k: Tensor, v: Tensor, decay: Tensor, first: Tensor) -> Tensor:
+        y: Tensor = own(decay, first, k, v)[0]
+        return y
+
+    def run(k: Tensor, v: Tensor) -> Tensor:
+        return tokens.by_heads(whole, [k, v], [time_decay, time_first])
+
+    return tokens.run("rwkv_linear_attention", 4 * key.size(0) * key.size(2), run, key, value), None
+
+
+def _linear_unit(
+    view: View,
+    own: Callable[..., Any],
+    layer: Any,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+) -> Any:
+    """Run RecurrentGemma's recurrence by channels, [B, S_local, C]; the layer keeps its state, [B, C]."""
+    part, channels = part_of(hidden_states), hidden_states.size(2)
+    if part is not None and part_of(reset) is None and reset.size(1) == part.whole:
+        with without_view():  # it is made of whole position_ids
+            reset = view.shard(reset, part)
+    tensors = [hidden_states, recurrent_gate, reset]
+    tokens = tokens_of(view, 1, tensors, recurrent_states)
+    if tokens is None or channels < tokens.world:
+        return NotImplemented
+    finals: list[Tensor] = []
+
+    def whole(x: Tensor, gate: Tensor, reset: Tensor, state: Tensor | None) -> Tensor:
+        y: Tensor
+        y, final = own(layer, x, gate, reset, None if state is None else state.t())
+        finals.append(tokens.all_heads(final, channels))
+        return y
+
+    def run(*tensors: Tensor) -> Tensor:
+        x, gate, reset = tensors
+        state = None if recurrent_states is None else recurrent_states.t()
+        return tokens.by_heads(whole, [x, gate, reset.expand(len(x), -1, -1)], [state])
+
+    items = 2 * hidden_states.size(0) * channels
+    y = tokens.run("linear recurrent unit", items, run, *tensors)
+    return y, finals[0]
+
+
 def _not_fused(view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return None, upon which the layer calls the convolution and the scan themselves."""
     return None if has_part(args, kwargs) else NotImplemented
@@ -310,6 +371,7 @@ class Function(NamedTuple):
         like: of which argument its result has the shape and the dtype; None: it has none.
         state: the option by which it also returns a state.
         returns_state: whether it returns a state in any case, which is None without the option.
+        is_method: whether it is a method of the layer's class, which a graph does not have as a node.
     """
 
     run: Callable[..., Any]
@@ -317,6 +379,7 @@ class Function(NamedTuple):
     like: int | None = None
     state: str = ""
     returns_state: bool = False
+    is_method: bool = False
 
 
 _DELTA = Function(
@@ -331,6 +394,10 @@ SERVED = {
     ),
     "mamba_selective_scan": Function(
         _selective_scan, ("D", "z", "delta_bias", "return_last_state"), 0, "return_last_state"
+    ),
+    "rwkv_linear_attention": Function(_rwkv, ("key", "value", "state"), 2, "return_state", True),
+    "_rnn_scan": Function(
+        _linear_unit, ("hidden_states", "recurrent_gate", "reset", "recurrent_states"), is_method=True
     ),
     "mamba2_split_conv1d_scan_combined": Function(_not_fused),
     "mamba_inner_fn": Function(_not_fused),
