@@ -212,7 +212,15 @@ class Exchange:
             return _empty_outputs(inputs, group, self.args)
         prepared = self.prepared
         if prepared is None or prepared[1] is not dtype or prepared[2] != device:
-            prepared = self.prepared = self._prepare(group, dtype, device)
+            size, kind, sums, negates = ITEM_TYPES[dtype]
+            factor, divide = self.scale
+            text = f" of {dtype} on {device}"
+            text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
+            text += f", gradient {self.gradient}" if self.gradient else ""
+            text += f", {self.note}" if self.note else ""
+            codes = kind, divide, factor, sums if self.kind == SUM else 0
+            core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
+            self.prepared = prepared = core, dtype, device, kind, negates
         core, _, _, kind, negates = prepared
         for x in inputs if negates else ():  # of other dtypes torch is not asked: it releases the GIL
             if x.is_neg() or x.is_conj():
@@ -222,20 +230,6 @@ class Exchange:
             self.name, device, None, core, inputs, outs, forward, False, queued
         )
         return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
-
-    def _prepare(
-        self, group: Group, dtype: torch.dtype, device: str
-    ) -> tuple[_C.Exchange, torch.dtype, str, int, bool]:
-        """Return the exchange as the core runs it for tensors of a dtype on a device."""
-        size, kind, sums, negates = ITEM_TYPES[dtype]
-        factor, divide = self.scale
-        text = f" of {dtype} on {device}"
-        text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
-        text += f", gradient {self.gradient}" if self.gradient else ""
-        text += f", {self.note}" if self.note else ""
-        codes = kind, divide, factor, sums if self.kind == SUM else 0
-        core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
-        return core, dtype, device, kind, negates
 
     def again(self, inputs: Tensors) -> Tensors:
         """Run it for plain tensors that no tracer must see.
