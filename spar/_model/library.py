@@ -17,6 +17,9 @@ def _runs_as_any_code(module: nn.Module) -> RunModule | None:
     return None
 
 
+def _keeps_nothing(*_: Any) -> None: ...
+
+
 class Library(NamedTuple):
     """Functions for views of a library's models.
 
@@ -28,7 +31,7 @@ class Library(NamedTuple):
 
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     run_of: Callable[[nn.Module], RunModule | None] = _runs_as_any_code
-    follow: Callable[..., None] | None = None
+    follow: Callable[..., None] = _keeps_nothing
 
 
 NO_LIBRARY = Library()

@@ -294,10 +294,7 @@ class _BlockForward(_Forward):
 
 
 class _LeafForward(_Forward):
-    """Of a module that the library runs on parts.
-
-    run: see `Library`.
-    """
+    """Of a module that the library runs on parts, by what `Library.run_of` returns."""
 
     def __init__(self, run: RunModule, *rest: Any) -> None:
         super().__init__(*rest)
@@ -370,8 +367,7 @@ class _ModelForward(_Forward):
                 with intercepted(view), view.forward(args, kwargs):
                     output = view.output(self._in_view(args, kwargs))
                 sharded.agreement.end(view.word)
-                if view.library.follow is not None:
-                    view.library.follow(view, *kwargs.values(), output)
+                view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:
                 call.device = view.parts.device.type
                 if isinstance(error, MismatchError):

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .._deprecated import warn_deprecated
+from .._group.group import MOST_EXCHANGES
+from .._group.registry import group_of
 from ..ops.gather import all_gather
 from ..sequence_layout import SequenceLayout
 from ..topology.resolve import Group, process_group
@@ -72,24 +75,24 @@ def shard(
     Collective over `token_group` if there are labels.
     """
     warn_deprecated("transformers.shard", "spar.parallelize(model, group), then model(**batch)", REMOVAL)
-    real = process_group(
-        layout.group if group is None and layout is not None else group, "transformers.shard"
-    )
+    own_group = layout.group if group is None and layout is not None else group
+    real = process_group(own_group, "transformers.shard")
     tokens = None if token_group is None else process_group(token_group, "transformers.shard")
-    former = _former(_stock(model), real, "hybrid" if _is_hybrid(layout) else method)
-    given = _with_positions(batch, layout)
-    labels = _labels_of(former.model, given)
-    share = 1 / real.size()
-    if labels is not None and batch.get("num_items_in_batch") is None:
-        if tokens is None and real.size() < torch.distributed.get_world_size():
-            raise ValueError(
-                "transformers.shard: token_group is None, and group does not span all ranks; expected the "
-                "group over which labels are counted"
-            )
-        share *= _share_of_labels(labels, real, tokens)
-    if given.get("labels") is None and given.get("shift_labels") is not None:
-        given["labels"] = given["shift_labels"]  # without labels models compute no loss
-    return {**given, "use_cache": False, _LAYOUT: layout or _even(given, real), _SHARE: share}
+    with _reported("transformers.shard", real, tokens):
+        former = _former(_stock(model), real, "hybrid" if _is_hybrid(layout) else method)
+        given = _with_positions(batch, layout)
+        labels = _labels_of(former.model, given)
+        share = 1 / real.size()
+        if labels is not None and batch.get("num_items_in_batch") is None:
+            if tokens is None and real.size() < torch.distributed.get_world_size():
+                raise ValueError(
+                    "transformers.shard: token_group is None, and group does not span all ranks; expected "
+                    "the group over which labels are counted"
+                )
+            share *= _share_of_labels(labels, real, tokens)
+        if given.get("labels") is None and given.get("shift_labels") is not None:
+            given["labels"] = given["shift_labels"]  # without labels models compute no loss
+        return {**given, "use_cache": False, _LAYOUT: layout or _even(given, real), _SHARE: share}
 
 
 def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = None) -> torch.Tensor:
@@ -99,13 +102,23 @@ def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = 
     """
     warn_deprecated("transformers.total_loss", "the loss itself", REMOVAL)
     real = process_group(group, "transformers.total_loss")
-    total = loss.detach().double()
     tokens = None if token_group is None else process_group(token_group, "transformers.total_loss")
-    if tokens is None or not _contains(tokens, real):
-        total = all_gather(total[None], real).sum()
-    if tokens is not None:
-        total = all_gather(total[None], tokens).sum()
-    return total.to(loss.dtype)
+    with _reported("transformers.total_loss", real, tokens):
+        total = loss.detach().double()
+        if tokens is None or not _contains(tokens, real):
+            total = all_gather(total[None], real).sum()
+        if tokens is not None:
+            total = all_gather(total[None], tokens).sum()
+        return total.to(loss.dtype)
+
+
+@contextlib.contextmanager
+def _reported(name: str, group: Any, tokens: Any) -> Iterator[None]:
+    """Report what fails on this rank alone to the ranks of both groups."""
+    with contextlib.ExitStack() as stack:
+        for each in (group, *([] if tokens is None else [tokens])):
+            stack.enter_context(group_of(each).call(name, MOST_EXCHANGES))
+        yield
 
 
 class _Former:

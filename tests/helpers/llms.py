@@ -13,6 +13,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import spar
+from spar.testing import compare
+
 Group = dist.ProcessGroup
 PRELOAD = ["transformers.models.llama.modeling_llama", "spar.testing", "spar.integrations.transformers"]
 PRELOAD += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher", "torch._inductor.debug"]
@@ -95,6 +98,33 @@ def packed(*lengths: int) -> dict[str, Tensor]:
 def packed_rows() -> dict[str, Tensor]:
     """Return two samples with documents of different lengths."""
     return whole() | {"position_ids": torch.stack([restarts(5, 20, 12), restarts(14, 23)])}
+
+
+def check_exact(
+    make: Callable[[], Any],
+    batch: dict[str, Tensor],
+    group: Group,
+    tolerance: float = TOLERANCE,
+    has_logits: bool = True,
+    **options: Any,
+) -> None:
+    """Compare the loss, equal on all ranks, the logits, and the averaged gradients with one process."""
+
+    def parallelized(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        spar.parallelize(model, group, **options)
+        return batch
+
+    report = compare(make, batch, parallelized, group, reduce="mean", show=False)
+    for entry in report.entries:  # the gradient of a bias of keys is 0, but for rounding
+        zero = entry.reference_norm < 1e-6 and entry.max_abs_error < 1e-6
+        assert zero or entry.max_rel_error < tolerance, f"{entry}, {options}\n{report}"
+    assert (report.entries[1].name == "logits") == has_logits and report.reference_loss > 1
+
+
+def adapted(name: str = "llama") -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(maker(name)(), LoraConfig(r=4, init_lora_weights=False))
 
 
 # ---- training beside one process ----

@@ -21,6 +21,7 @@ from helpers.llms import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import spar
 from spar import SequenceLayout
 from spar.integrations.transformers import register, shard, total_loss
 
@@ -166,3 +167,20 @@ def check_use(rank: int, world: int, group: Group) -> None:
 
 def test_models_that_shard_parallelized_in_use(ranks: Ranks) -> None:
     ranks(2, check_use)
+
+
+def check_alone(rank: int, world: int, group: Group) -> None:
+    """What one rank alone gets wrong is an error of all, at once, and the group is in step afterwards."""
+    batch, model = whole(), parallel("llama")
+    given = {"group": group, "token_group": group}
+    ones = {"attention_mask": torch.ones(2, 37, dtype=torch.int64), "position_ids": torch.arange(37) % 20}
+    wrong = batch | (ones if rank else {})
+    with pytest.warns(DeprecationWarning):
+        expected = ValueError if rank else spar.MismatchError
+        with pytest.raises(expected, match=r"transformers\.shard"):
+            shard(model, wrong, **given)
+        model(**shard(model, batch, **given)).loss.backward()
+
+
+def test_a_rank_that_fails_alone_is_reported(ranks: Ranks) -> None:
+    ranks(2, check_alone)

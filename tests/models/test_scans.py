@@ -31,7 +31,7 @@ import spar
 from spar import SequenceLayout
 from spar._model.part import Parts
 from spar._model.view import View
-from spar.integrations._transformers import mixers
+from spar.integrations._transformers import mixers, tokens as tokens_module
 from spar.integrations._transformers.tokens import Tokens
 
 pytestmark = pytest.mark.one_transport
@@ -106,7 +106,7 @@ def test_gates_in_float64(pool: Ranks, name: str, config: dict[str, Any]) -> Non
 
 
 def check_moved(rank: int, world: int, group: Group, name: str) -> None:
-    """States travel where heads are fewer than ranks, or where hosts are several and states are smaller."""
+    """States travel where heads are fewer than ranks, and tokens elsewhere."""
 
     def moved(total: int, config: dict[str, Any]) -> int:
         model, _ = pair(maker(name, **config), group, torch.float32, outputs="parts")
@@ -130,9 +130,12 @@ def check_rule(rank: int, world: int, group: Group) -> None:
     def chosen(is_far: bool, total: int, heads: int = 4, kind: str = "even") -> bool:
         view = View(Parts(group, world, rank, layout=kind))
         part = view.parts.part(1, (total,))
-        tokens = Tokens(view, part, view.parts.layout(part.lengths), is_far)
+        tokens = Tokens(view, part, view.parts.layout(part.lengths))
         x = torch.zeros(1, 1, heads, 8)
-        return tokens.passes_states([x, x, torch.zeros(1, 1, heads)], heads * 8 * 16)
+        hosts = tuple((peer,) for peer in range(world)) if is_far else (tuple(range(world)),)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokens_module, "hosts_of", lambda *_: hosts)
+            return tokens.passes_states([x, x, torch.zeros(1, 1, heads)], heads * 8 * 16)
 
     # A token has heads * (3 * 8 + 1) numbers, a state heads * 128. Each of P - 1 states goes to P - 1 ranks,
     # and of S tokens (P - 1) / P to another one.
@@ -175,7 +178,7 @@ def check_autocast(rank: int, world: int, group: Group, name: str, config: dict[
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = model(**whole()), one(**whole())
     exact = one(**whole())
-    (found.loss + 0).backward()
+    found.loss.backward()
     off = (found.logits.float() - exact.logits).abs().max()
     assert off <= 2 * (expected.logits.float() - exact.logits).abs().max()  # as far as one process
 

@@ -105,10 +105,14 @@ def _standing_for(own: Callable[..., Any], function: Function, key: str) -> Call
         view = current_view()
         if view is None:
             return own(*args, **kwargs)
-        out = function.run(view, own, *args, **kwargs)
-        return own(*args, **kwargs) if out is NotImplemented else out
+        return _run(view, own, function, args, kwargs)
 
     return call
+
+
+def _run(view: View, own: Callable[..., Any], function: Function, args: Any, kwargs: Any) -> Any:
+    out = function.run(view, own, *args, **kwargs)
+    return own(*args, **kwargs) if out is NotImplemented else out
 
 
 # ---- in a graph ----
@@ -117,9 +121,7 @@ _own_of: dict[str, tuple[Callable[..., Any], Function]] = {}  # transformers' fu
 
 
 def _in_view(view: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-    own, function = _own_of[key]
-    out = function.run(view, own, *args, **kwargs)
-    return own(*args, **kwargs) if out is NotImplemented else out
+    return _run(view, *_own_of[key], args, kwargs)
 
 
 @leaf(_in_view)

@@ -57,7 +57,7 @@ def restore_sets(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def ordering(_: Any) -> Iterator[None]:
     """Let the sets that these modules make be ordered."""
-    owners = [owner for owner in (*_owners, sys.modules.get(_MASKS)) if owner is not None]
+    owners = [owner for owner in {*_owners, sys.modules.get(_MASKS)} if owner is not None]
     before = [vars(owner).get("set") for owner in owners]
     for owner in owners:
         owner.set = Ordered

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of transformers' layers without attention, on a rank's tokens.
 
-Each is called as run(view, own, ...) with the arguments of the function of transformers 5.23 that it stands
-for, `own`: convolutions and recurrences. It returns
-NotImplemented where `own` is to run as it is: for arguments that are not parts of one sequence, or a state.
+They are convolutions and recurrences. Each is called as run(view, own, ...) with the arguments of the
+function of transformers 5.23 that it stands for, `own`. It returns NotImplemented where `own` is to run as it
+is: for arguments that are not parts of one sequence, or a state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..._exchange.autocast import no_autocast
 from ..._model.part import has_part, part_of, whole_shape
 from ..._model.view import View, without_view
+from ...ops.by_heads import by_heads
 from ...ops.by_state import by_state
 from ...ops.unused import depending_on
 from .tokens import Tokens, tokens_of
@@ -82,10 +83,10 @@ def _delta_rule(
     def continued(v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Any:
         return own(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **others)
 
-    def run(*tensors: Tensor) -> Tensor:
+    def run(*tensors: Tensor) -> Any:
         if has_states:
             return by_state(continued, tensors, tokens.layout, state, values=0)
-        return tokens.by_heads(whole, tensors)
+        return by_heads(whole, tensors, tokens.layout)
 
     y = tokens.run("gated_delta_rule", 3 * prod(state), run, *tensors)
     return y, states[0] if states else None
@@ -127,10 +128,10 @@ def _chunk_scan(
             states.append(tokens.all_heads(final, heads))
         return y.to(x.dtype)  # mamba_ssm's; torch's is float32
 
-    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Any:
         if has_states:
             return _chunk_scan_by_state(tokens, own, [x, dt, A, B, C], D, dt_bias, state, others)
-        return tokens.by_heads(whole, [x, dt, B, C], [A, D, dt_bias])
+        return by_heads(whole, [x, dt, B, C], tokens.layout, parameters=[A, D, dt_bias])
 
     y = tokens.run("mamba2_chunk_scan", 2 * prod(state), run, *tensors)
     return (y, states[0]) if states else y
@@ -210,7 +211,8 @@ def _selective_scan(
 
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Tensor:
         states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-        y = tokens.by_heads(whole, [x, dt, *states], [A, D, delta_bias], seq_dim=2, head_dim=1)
+        given: dict[str, Any] = {"parameters": [A, D, delta_bias], "seq_dim": 2, "head_dim": 1}
+        y: Tensor = by_heads(whole, [x, dt, *states], tokens.layout, **given)
         # Of own tokens: the gate is not exchanged.
         return y if z is None else y * torch.nn.functional.silu(z)
 
@@ -237,8 +239,8 @@ def _rwkv(
         y: Tensor = own(decay, first, k, v)[0]
         return y
 
-    def run(k: Tensor, v: Tensor) -> Tensor:
-        return tokens.by_heads(whole, [k, v], [time_decay, time_first])
+    def run(k: Tensor, v: Tensor) -> Any:
+        return by_heads(whole, [k, v], tokens.layout, parameters=[time_decay, time_first])
 
     return tokens.run("rwkv_linear_attention", 4 * key.size(0) * key.size(2), run, key, value), None
 
@@ -269,10 +271,11 @@ def _linear_unit(
         finals.append(tokens.all_heads(final, channels))
         return y
 
-    def run(*tensors: Tensor) -> Tensor:
+    def run(*tensors: Tensor) -> Any:
         x, gate, reset = tensors
         state = None if recurrent_states is None else recurrent_states.t()
-        return tokens.by_heads(whole, [x, gate, reset.expand(len(x), -1, -1)], [state])
+        tensors = x, gate, reset.expand(len(x), -1, -1)
+        return by_heads(whole, tensors, tokens.layout, parameters=[state])
 
     items = 2 * hidden_states.size(0) * channels
     y = tokens.run("linear recurrent unit", items, run, *tensors)
@@ -346,11 +349,12 @@ def lightning(
         return (factors * added).transpose(1, 2)
 
     state = batch, values.size(2), layer.head_dim, layer.head_dim
+    has_states = tokens.passes_states(tensors, state[1] * layer.head_dim * (1 + layer.head_dim))
 
-    def run(*tensors: Tensor) -> Tensor:
-        if tokens.passes_states(tensors, state[1] * layer.head_dim * (1 + layer.head_dim)):
+    def run(*tensors: Tensor) -> Any:
+        if has_states:
             return by_state(alone, tensors, tokens.layout, state, decay, decay=True, correct=correct)
-        return tokens.by_heads(whole, tensors, decays)
+        return by_heads(whole, tensors, tokens.layout, parameters=decays)
 
     y = tokens.run("lightning attention", 2 * prod(state), run, *tensors)
     gate = torch.sigmoid(layer.output_gate(hidden_states))

@@ -13,7 +13,6 @@ from ..._model.part import Part, has_part, mark, part_of
 from ..._model.rules.products import shared
 from ..._model.view import View, without_view
 from ...groups import init
-from ...ops.by_heads import by_heads
 from ...ops.convolution import can_correct, convolve
 from ...ops.fragments import fragments_of
 from ...sequence_layout import SequenceLayout
@@ -25,13 +24,11 @@ class Tokens(NamedTuple):
 
     Attributes:
         layout: of the sequence.
-        is_far: whether ranks are on several hosts, where bytes count.
     """
 
     view: View
     part: Part
     layout: SequenceLayout
-    is_far: bool
 
     @property
     def world(self) -> int:
@@ -51,20 +48,6 @@ class Tokens(NamedTuple):
         with without_view():
             return mark(function(*tensors), self.part)
 
-    def by_heads(
-        self,
-        fn: Callable[..., Tensor],
-        tensors: Sequence[Tensor],
-        parameters: Sequence[Tensor | None] = (),
-        seq_dim: int = 1,
-        head_dim: int = 2,
-    ) -> Tensor:
-        """Call `spar.by_heads`."""
-        result: Tensor = by_heads(
-            fn, tensors, self.layout, parameters=parameters, seq_dim=seq_dim, head_dim=head_dim
-        )
-        return result
-
     def passes_states(self, tensors: Sequence[Tensor], items: int) -> bool:
         """Whether a recurrence passes states between ranks; else these exchange tokens for heads.
 
@@ -80,7 +63,8 @@ class Tokens(NamedTuple):
         """
         if tensors[0].size(2) < self.world:
             return True
-        return self.is_far and 2 * self._bytes_by_state(tensors, items) < self._bytes_by_heads(tensors)
+        is_far = len(hosts_of(self.layout.group, tensors[0].device)) > 1
+        return is_far and 2 * self._bytes_by_state(tensors, items) < self._bytes_by_heads(tensors)
 
     def _bytes_by_heads(self, tensors: Sequence[Tensor]) -> int:
         """Return what all ranks send for one sample, times P / (P - 1)."""
@@ -123,7 +107,10 @@ def tokens_of(view: View, dim: int, tensors: Sequence[Tensor], *others: Any) -> 
         return None
     if any(part_of(x) is not part for x in tensors):
         return None
-    layout = view.parts.layout(part.lengths)
+    return Tokens(view, part, view.parts.layout(part.lengths))
+
+
+def hosts_of(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host. Collective before the group's first exchange."""
     with without_view():
-        is_far = len(init(layout.group, tensors[0].device).hosts) > 1
-    return Tokens(view, part, layout, is_far)
+        return init(group, device).hosts
