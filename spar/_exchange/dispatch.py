@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -13,16 +15,49 @@ from torch.compiler import is_dynamo_compiling
 from .layouts import Args
 
 library = torch.library.Library("spar", "DEF")
-# world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ
-SCHEMA = (
-    "(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
-    " bool divide, str gradient, str note, int[] then{}) -> Tensor[]"
-)
 # or a tracer would run it on a constant input while tracing: ranks that trace at other times would hang
 _TAGS = (torch.Tag.nondeterministic_seeded,)
 # Of the ops that exchange, the last output is the number of the call, on the CPU. As `after` it keeps the
 # order of a graph's exchanges (`chained`); as `forward` it is that of the call whose gradient this one moves.
 _CHAIN = ", Tensor? after=None, Tensor? forward=None"
+
+
+class OpCall(NamedTuple):
+    """What the op of an exchange is given besides tensors and the group, as `Exchange` has it.
+
+    world and rank are arguments: ranks share inductor's graph cache, and their shapes may differ.
+
+    Attributes:
+        args: flattened; None for those that are no ints.
+        then: groups whose next exchange depends on this one: a failure is reported to them, too.
+    """
+
+    world: int
+    rank: int
+    op: str
+    args: Sequence[int | None]
+    factor: float
+    divide: bool
+    gradient: str
+    note: str
+    then: Sequence[int]
+
+    def text(self) -> tuple[str, list[Any]]:
+        """Return one text, and the args that are symbols: the dispatcher takes its time on each number."""
+        fixed = [x if type(x) is int else None for x in self.args]
+        return json.dumps(self._replace(args=fixed)), [x for x in self.args if type(x) is not int]
+
+
+@functools.lru_cache(maxsize=4096)
+def call_of(text: str) -> OpCall:
+    """Return what a text says."""
+    return OpCall(*json.loads(text))
+
+
+def layouts_of(call: OpCall, sizes: Sequence[int]) -> tuple[Args, ...]:
+    """Return the layouts of a call, with sizes in the place of its symbols."""
+    rest = iter(sizes)
+    return unflattened([next(rest) if x is None else x for x in call.args])
 
 
 def implement(name: str, schema: str, kernel: Any, fake: Any) -> None:
@@ -90,9 +125,20 @@ def chained(op: Any, *arguments: Any, forward: torch.Tensor | None = None) -> li
     return outputs
 
 
-def chained_exchange(*arguments: Any, forward: torch.Tensor | None = None) -> list[torch.Tensor]:
-    return chained(torch.ops.spar.exchange, *arguments, forward=forward)
+def chained_exchange(
+    inputs: Sequence[torch.Tensor], group: int, *call: Any, forward: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    return chained(torch.ops.spar.exchange, inputs, group, *OpCall(*call).text(), forward=forward)
 
 
 # what Dynamo sees: the tracer behind it chains the exchanges of its graph
-define("chained_exchange" + SCHEMA.format(""), chained_exchange)
+define(
+    "chained_exchange(Tensor[] inputs, int group, int world, int rank, str op, SymInt[] args, float factor,"
+    " bool divide, str gradient, str note, int[] then) -> Tensor[]",
+    chained_exchange,
+)
+
+
+def number_of_call(number: int) -> torch.Tensor:
+    """Return the last output of an op that exchanges."""
+    return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")

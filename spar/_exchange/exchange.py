@@ -29,7 +29,15 @@ from .._transports.dtypes import (
     apply_scale,
     copy_items,
 )
-from .dispatch import SCHEMA, chained_exchange, flattened, implement, number_of_newest, unflattened
+from .dispatch import (
+    call_of,
+    chained_exchange,
+    flattened,
+    implement,
+    layouts_of,
+    number_of_call,
+    number_of_newest,
+)
 from .layouts import LISTED, ZIGZAG, Args, listed_index, moved_back, out_shape, select, shards_pair, swapped
 from .observers import _dispatch_modes, _functorch_transforms
 
@@ -335,42 +343,38 @@ def _empty_outputs(inputs: Tensors, group: Group | Place, args: tuple[Args, ...]
 def _run_op(
     inputs: Tensors,
     handle: int,
-    world: int,
-    rank: int,
-    op: str,
-    args: Sequence[int],
-    factor: float,
-    divide: bool,
-    gradient: str,
-    note: str,
-    then: Sequence[int],
+    text: str,
+    sizes: Sequence[int],
     after: torch.Tensor | None = None,
     forward: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """then: groups whose next exchange depends on this one: a failure is reported to them, too."""
+    """text, sizes: of an `OpCall`."""
     group = group_at(handle)
-    key = op, tuple(args), factor, divide, gradient, note
+    key = text, *sizes
     exchange = group.exchanges.get(key)
     if exchange is None:
-        scale, layouts = (factor, divide), unflattened(args)
-        exchange = Exchange(op, group, layouts, scale, note=note, gradient=gradient)
+        call = call_of(text)
+        scale, layouts = (call.factor, call.divide), layouts_of(call, sizes)
+        exchange = Exchange(call.op, group, layouts, scale, note=call.note, gradient=call.gradient)
+        exchange.then = tuple(call.then)
         group.exchanges[key] = exchange
     with contextlib.ExitStack() as blocks:
-        for dependent in then:
-            blocks.enter_context(group_at(dependent).call(op, 1, inputs[0].device.type))
+        for dependent in exchange.then:
+            blocks.enter_context(group_at(dependent).call(exchange.name, 1, inputs[0].device.type))
         # A selection comes here from packed sequences alone, which are copied: an op returns no views.
         outputs = exchange.run(inputs, 0 if forward is None else int(forward), traced=False)
-    return [*outputs, torch.tensor(group.count(), device="cpu")]
+    return [*outputs, number_of_call(group.count())]
 
 
-def _fake_op(
-    inputs: Tensors, handle: int, world: int, rank: int, op: str, args: Sequence[int], *_: object
-) -> list[torch.Tensor]:
-    outputs = _empty_outputs(inputs, Place(handle, world, rank), unflattened(args))
+def _fake_op(inputs: Tensors, handle: int, text: str, sizes: Sequence[int], *_: object) -> list[torch.Tensor]:
+    call = call_of(text)
+    outputs = _empty_outputs(inputs, Place(handle, call.world, call.rank), layouts_of(call, sizes))
     return [*outputs, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
-implement("exchange", SCHEMA, _run_op, _fake_op)
+implement(
+    "exchange", "(Tensor[] inputs, int group, str call, SymInt[] sizes{}) -> Tensor[]", _run_op, _fake_op
+)
 
 
 Steps = Sequence[tuple[Group | Place, tuple[Args, ...]]]

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from .._group.group import Call
 from .._group.registry import group_at
 from .arguments import Arguments
-from .dispatch import chained, define, implement, number_of_newest
+from .dispatch import chained, define, implement, number_of_call, number_of_newest
 from .gather_plan import AROUND, remembered_plan
 from .gathering import gather_pieces, gathering_of
 from .graph_ops import code
@@ -68,7 +68,7 @@ def _run_op(x: Tensor, *arguments: Any) -> list[Tensor]:
         plan = remembered_plan(tuple(request.layout), request.documents, *place)
         gathering = gathering_of(group, name, plan, 1, dim, records, request.note, request.fill)
         output = gathering.run([x], transposed, request.shard, 0 if forward is None else int(forward))[0]
-    return [output, torch.tensor(group.count(), device="cpu")]
+    return [output, number_of_call(group.count())]
 
 
 def _fake_op(x: Tensor, *arguments: Any) -> list[Tensor]:

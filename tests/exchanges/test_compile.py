@@ -23,6 +23,7 @@ from helpers.tables import numbers
 
 import spar
 from spar._exchange import graph_ops
+from spar._exchange.dispatch import OpCall
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
@@ -146,7 +147,7 @@ def check_opcheck(rank: int, world: int, group: Group) -> None:
             flat += [len(layouts), *layouts]
         torch.library.opcheck(
             torch.ops.spar.exchange.default,
-            (inputs, *place, op, flat, 1.0, False, "", "", []),
+            (inputs, place[0], *OpCall(*place[1:], op, flat, 1.0, False, "", "", []).text()),
             test_utils=("test_schema", "test_faketensor"),
         )
 

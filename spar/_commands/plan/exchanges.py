@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import _C
 from ..._attention.attention import exchanges_only
-from ..._exchange.dispatch import unflattened
+from ..._exchange.dispatch import OpCall, call_of, layouts_of
 from .layer import HYBRID, Layer, placed
 
 
@@ -58,8 +58,8 @@ class _Exchanges(TorchDispatchMode):
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if func is torch.ops.spar.exchange.default:
-            inputs, _, world, rank, name, layouts = args[:6]
-            self.sent.append(_sent(inputs, world, rank, name, layouts))
+            inputs, _, text, sizes = args[:4]
+            self.sent.append(_sent(inputs, call_of(text), sizes))
             # The last output is the number of the call.
             self.received.append([self._watch(output) for output in outputs[:-1]])
         return outputs
@@ -78,10 +78,10 @@ class _Exchanges(TorchDispatchMode):
         return self.now
 
 
-def _sent(inputs: list[torch.Tensor], world: int, rank: int, name: str, layouts: list[int]) -> int:
+def _sent(inputs: list[torch.Tensor], call: OpCall, sizes: list[int]) -> int:
     """Return the bytes that a rank sends to others in an exchange, from its plan."""
-    item = inputs[0].element_size()
-    core = _C.Exchange(name, "", world, rank, item, unflattened(layouts), 0, False, 1.0, 0)
+    item, layouts = inputs[0].element_size(), layouts_of(call, sizes)
+    core = _C.Exchange(call.op, "", call.world, call.rank, item, layouts, 0, False, 1.0, 0)
     # One item for all places: plans follow from shapes, and nothing is moved.
     like = [torch.empty(1, dtype=x.dtype, device="cpu").expand(x.shape) for x in inputs]
     return sum(core.plan(like, 0)[0].push_bytes)
