@@ -6,9 +6,9 @@
 Wan of 6 blocks, width 256, 1,152 tokens, in turns; median of the slowest rank; eager, and with its blocks
 compiled. A function's time is CPU time on a small tensor, without a view, under an empty TorchFunctionMode,
 and in a view: what a chain of 100 times 20 functions takes longer than one of 50. A block's is what that
-takes longer still if each 20 functions are a block, which receives a whole tensor to shard. A layer's is that
-of a small decoder layer of a chain, eager and compiled, on a rank's tokens without a view, and in a view; and
-of the two exchanges of its attention.
+takes longer still if each 20 functions are a block, which receives a whole tensor to shard. A layer's is what
+a small decoder layer of a chain takes outside of its two exchanges, which wait for the other ranks: eager,
+compiled by layer and as one graph, on a rank's tokens without a view, and in a view.
 """
 
 from __future__ import annotations
@@ -147,42 +147,44 @@ class Layers(nn.Module):
         return x
 
 
-def exchanges(x: Tensor, count: int) -> None:
-    """Exchange tokens for heads and back, as each of some attentions does."""
-    for _ in range(count):
-        found = spar.all_to_all([x, x, x], scatter_dim=2, gather_dim=1)
-        spar.all_to_all(found[0], scatter_dim=1, gather_dim=2)
+def outside_exchanges(run: Callable[[], Any]) -> float:
+    """Return the seconds of a run outside of exchanges, which wait for the other ranks."""
+    before = spar.memory_stats()
+    begin = time.perf_counter()
+    run()
+    took = time.perf_counter() - begin
+    after = spar.memory_stats()
+    within = 1e-6 * sum(after[name] - before[name] for name in after if name.startswith("time."))
+    return took - within
 
 
 def layers(backend: str) -> dict[str, float]:
-    """Return the microseconds of CPU of a layer, and of its exchanges, the least of some turns."""
+    """Return the microseconds of a layer outside of its exchanges, the least of some turns."""
     x = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
     part = x[:, : 64 // dist.get_world_size()]
-    heads = part.unflatten(-1, (4, 8))
     runs: dict[str, list[Callable[[], Any]]] = {}
     for count in (LAYERS, 2 * LAYERS):
-        for name, is_viewed, is_compiled in (
-            ("plain", False, False),
-            ("in a view", True, False),
-            ("compiled", False, True),
-            ("compiled in a view", True, True),
+        for name, is_viewed, compiled in (
+            ("plain", False, ""),
+            ("in a view", True, ""),
+            ("compiled by layer", False, "layers"),
+            ("in a view, compiled by layer", True, "layers"),
+            ("one graph", False, "model"),
+            ("in a view, one graph", True, "model"),
         ):
             torch.manual_seed(0)
             model = Layers(count)
             if is_viewed:
                 spar.parallelize(model, method="ulysses")
-            for layer in model.layers if is_compiled else ():
-                layer.compile(backend=backend)
+            for module in {"layers": [*model.layers], "model": [model], "": []}[compiled]:
+                module.compile(backend=backend)
             runs.setdefault(name, []).append(partial(model, x if is_viewed else part))
-    for count in (LAYERS, 2 * LAYERS):
-        runs.setdefault("exchanges", []).append(partial(exchanges, heads, count))
     least = {name: [float("inf")] * 2 for name in runs}
-    for _ in range(30):
-        for name, pair in runs.items():
-            for i, run in enumerate(pair):
-                begin = time.process_time()
-                run()
-                least[name][i] = min(least[name][i], time.process_time() - begin)
+    for name, pair in runs.items():
+        for i, run in enumerate(pair):
+            dist.barrier()
+            for _ in range(50):
+                least[name][i] = min(least[name][i], outside_exchanges(run))
     return {name: 1e6 * (long - short) / LAYERS for name, (short, long) in least.items()}
 
 
