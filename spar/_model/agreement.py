@@ -205,8 +205,7 @@ class Agreement:
         return "the ranks have other parameters"
 
     def _gathered(self, row: Tensor) -> list[list[int]]:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        rows: list[list[int]] = all_gather(row[None].to(device), self.group).tolist()
+        rows: list[list[int]] = all_gather(row[None].to(device_of(self.model)), self.group).tolist()
         return rows
 
     @property
@@ -216,6 +215,10 @@ class Agreement:
 
     def _error(self, problem: str, advice: str) -> ValueError:
         return ValueError(f"{self._where}: {problem}; {advice}")
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _leaves(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

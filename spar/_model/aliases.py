@@ -126,9 +126,16 @@ class Given:
 
     def write_back(self, gather: Callable[[Tensor], Tensor], aliases: Aliases) -> None:
         """Give the caller's tensors what blocks changed in place in their parts. Collective."""
-        for whole, part, version in self._sliced:
-            if aliases.is_stale(whole) or _version(part) != version:
-                whole.copy_(gather(part))
+        for whole, part in self.changed(aliases):
+            whole.copy_(gather(part))
+
+    def changed(self, aliases: Aliases) -> list[tuple[Tensor, Tensor]]:
+        """Return the caller's tensors whose parts were changed in place, with these parts."""
+        return [
+            (whole, part)
+            for whole, part, version in self._sliced
+            if aliases.is_stale(whole) or _version(part) != version
+        ]
 
 
 def _version(x: Tensor) -> int | None:

@@ -14,7 +14,8 @@ from torch.compiler import is_dynamo_compiling
 
 from .._C import call_key
 from .images import has_convolutions
-from .part import Part, part_of, whole_shape
+from .leaves import begin_block, has_blocks
+from .part import Part, Parts, part_of, whole_shape
 from .view import View, current_view, without_view
 
 _STREAMS = ("hidden_states", "x", "src", "tgt", "input")  # the names of what blocks pass on
@@ -92,7 +93,12 @@ class Shards:
         self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if is_dynamo_compiling() or current_view() is not self.view:
+        if is_dynamo_compiling():
+            if has_blocks():
+                named = [(name, _in_node(x)) for name, x in self._named(args, kwargs)]
+                begin_block(**{name: x for name, x in named if x is not None})
+            return None
+        if current_view() is not self.view:
             return None
         with without_view():
             return self._shard(args, kwargs)
@@ -111,39 +117,58 @@ class Shards:
                     self.known.clear()
                 self.known[key] = parts
         places = iter(parts)
+        made: dict[int, Tensor] = {}  # a block may compare two arguments by identity
 
         def sharded(x: Any) -> Any:
             if type(x) is tuple:
                 return tuple([sharded(entry) for entry in x])
             part = next(places, None) if isinstance(x, Tensor) else None
-            return x if part is None else self.view.shard(x, part)
+            if part is None:
+                return x
+            if id(x) not in made:
+                made[id(x)] = self.view.shard(x, part)
+            return made[id(x)]
 
         return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
 
     def _parts(self, args: Any, kwargs: Any) -> tuple[Part | None, ...]:
         """Return the part that is made of each tensor, in order; none if all stay."""
-        named = [*zip(self.names, args, strict=False), *kwargs.items()]
-        tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
-        # Such as cosines and sines, [B, S, D] or [S, D]; [S, S] would be a mask.
-        inner = [x for _, value in named if type(value) is tuple for x in value if isinstance(x, Tensor)]
-        inner = [x for x in inner if x.dim() > 1 and x.size(-1) != x.size(-2)]
-        parts: dict[int, Part] = {}
-        view = self.view
-        total = next((x.size(-1) for name, x in tensors if name == "position_ids" and x.dim() > 0), -1)
-        for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()], total):
-            part = part_of(main)
-            if part is None:
-                dim = _dim_of_tokens(main, total)
-                if main.size(dim) < view.parts.world:
-                    continue
-                part = parts[id(main)] = view.parts.part(dim, (main.size(dim),))
-            if part.is_plain:
-                for x in [x for _, x in tensors if x.dim() > 2] + inner:
-                    is_whole = part_of(x) is None
-                    if is_whole and x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
-                        parts.setdefault(id(x), part)
+        parts = parts_of_arguments(self.view.parts, self._named(args, kwargs))
         wanted = [parts.get(id(x)) for x in _given(args, kwargs)]
         return tuple(wanted) if any(part is not None for part in wanted) else ()
+
+    def _named(self, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+        return [*zip(self.names, args, strict=False), *kwargs.items()]
+
+
+def parts_of_arguments(made: Parts, named: list[tuple[str, Any]]) -> dict[int, Part]:
+    """Return the parts that are made of a block's arguments, by the tensors' identities."""
+    tensors = [(name, x) for name, x in named if isinstance(x, Tensor)]
+    # Such as cosines and sines, [B, S, D] or [S, D]; [S, S] would be a mask.
+    inner = [x for _, value in named if type(value) is tuple for x in value if isinstance(x, Tensor)]
+    inner = [x for x in inner if x.dim() > 1 and x.size(-1) != x.size(-2)]
+    parts: dict[int, Part] = {}
+    total = next((x.size(-1) for name, x in tensors if name == "position_ids" and x.dim() > 0), -1)
+    for main in _streams([(name, x) for name, x in tensors if x.is_floating_point()], total):
+        part = part_of(main)
+        if part is None:
+            dim = _dim_of_tokens(main, total)
+            if main.size(dim) < made.world:
+                continue
+            part = parts[id(main)] = made.part(dim, (main.size(dim),))
+        if part.is_plain:
+            for x in [x for _, x in tensors if x.dim() > 2] + inner:
+                is_whole = part_of(x) is None
+                if is_whole and x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
+                    parts.setdefault(id(x), part)
+    return parts
+
+
+def _in_node(value: Any) -> Any:
+    """Return what a node of a graph has of a block's argument: a tensor, or those of a tuple; else None."""
+    if type(value) is tuple:
+        return tuple([x for x in value if isinstance(x, Tensor)]) or None
+    return value if isinstance(value, Tensor) else None
 
 
 def _given(args: Any, kwargs: Any) -> Iterator[Tensor]:

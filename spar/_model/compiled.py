@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a sharded model that run as torch.compile's code, where the user asked for that.
+"""A sharded model, or its blocks, that run as torch.compile's code, where the user asked for that.
 
-torch.compile cannot trace a view, and need not: it traces the block's own code on hollow tensors, of whole
-shapes, and `tracing` makes code for this rank's parts of the graph. What cannot be compiled runs eagerly, for
-a reason that the report has: so do all ranks, which agree on each new graph. The model's first forward is
-eager, and fills the report.
+torch.compile cannot trace a view, and need not: it traces the model's or the block's own code, of whole
+shapes (parts among the arguments are hollow tensors), and `tracing` makes code for this rank's parts of the
+graph. A model that cannot be one graph is compiled block by block, and a block that cannot be compiled runs
+eagerly, each for a reason that the report has: so do all ranks, which agree on each new graph. The model's
+first forward is eager, and fills the report.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
-import sys
 import types
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import fields, is_dataclass
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,30 +27,39 @@ from torch.compiler import is_dynamo_compiling
 from .._exchange.observers import _dispatch_modes
 from ..ops.gather import all_gather
 from .backends import Backend, backend_in, compiled_by
+from .functions import function_of
+from .generators import CODE
 from .graph_inputs import GraphInputs
-from .hollow import Hollows, is_hollow, local_of
-from .leaves import allow_in_graph
+from .hollow import is_hollow, local_of
+from .hollow_arguments import HollowArguments, KeptElsewhere
+from .leaves import Refused, allow_in_graph, begins_blocks
 from .module_leaves import Numbers, Same
-from .nested import changed, sequence_of, tensors_in
+from .nested import changed, tensors_in
 from .part import Shard, mark, shard_of
 from .spans_mask import SpansMask
-from .tracing import Refused, Traced, compiling
+from .tracing import Traced, compiling
 from .view import View, without_view
 
-_hollows = Hollows()
 _numbers = itertools.count()  # of the copies of functions
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Of a module, and where it has how they are called.
+_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
 _OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 _MOST_ALIKE = 4  # blocks that are tried in vain, beside others that are compiled
+_MOST_SHAPES, _MOST_GRAPHS = 2, 4  # of a model, for which torch.compile takes minutes
 _KNOWN = frozenset({"_spar_shard", "_spar_even"})  # attributes of parts, which hollow tensors need not have
 
 
 class Disagreed(Exception):
-    """Another rank could not compile a block."""
+    """Another rank could not compile a model or a block."""
 
 
-class CompiledBlocks:
-    """What torch.compile made of a sharded model's blocks.
+class Compiled:
+    """What torch.compile made of a sharded model and its blocks.
 
     Attributes:
         leaves: by modules that graphs have as one node, what stands in place of their forwards.
@@ -63,8 +71,8 @@ class CompiledBlocks:
         self.numbers = Numbers()
         self.kinds: dict[Any, _Kind] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlocks:
-        made = CompiledBlocks(copy.deepcopy(self.view, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        made = Compiled(copy.deepcopy(self.view, memo))
         made.leaves = copy.deepcopy(self.leaves, memo)
         return made
 
@@ -74,30 +82,59 @@ class CompiledBlocks:
         backend = None if view._aliases.any_stale else view.backend_of(block)
         if backend is None:
             return own(*args, **kwargs)
-        key = backend, type(vars(block)["_modules"].get("_orig_mod", block)), _code(own)
+        kind = self._kind(_Kind, backend, block, own)
+        tensors = tensors_in(args, kwargs)
+        shards = tuple([shard_of(x) or isinstance(x, SpansMask) for x in tensors])
+        if not any(isinstance(shard, Shard) for shard in shards):
+            return own(*args, **kwargs)
+        return self._run(kind, block, own, args, kwargs, tensors, shards)
+
+    def run_model(
+        self, model: nn.Module, backend: Backend | None, own: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a model's own forward in the view: as one graph, if a backend is given and if it can be."""
+        if backend is None:
+            return own(*args, **kwargs)
+        kind = self._kind(_ModelKind, backend, model, own)
+        tensors = tensors_in(args, kwargs)
+        shapes = tuple([shard_of(x) or (isinstance(x, SpansMask), x.shape) for x in tensors])
+        return self._run(kind, model, own, args, kwargs, tensors, (self.view.parts, shapes))
+
+    def _kind(self, make: type[_Kind], backend: Backend, module: nn.Module, own: Any) -> _Kind:
+        key = make, backend, type(vars(module)["_modules"].get("_orig_mod", module)), _code(own)
         kind = self.kinds.get(key)
         if kind is None:
             allow_in_graph()
-            kind = self.kinds[key] = _Kind(view, backend, self.numbers)
-        tensors = tensors_in(args, kwargs)
-        shards = tuple([shard_of(x) or isinstance(x, SpansMask) for x in tensors])
-        is_of_parts = any(isinstance(shard, Shard) for shard in shards)
-        if kind.reason or block in kind.reasons or not is_of_parts:
+            kind = self.kinds[key] = make(self.view, backend, self.numbers)
+        return kind
+
+    def _run(
+        self,
+        kind: _Kind,
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        given: Any,
+    ) -> Any:
+        """given: what the tensors among the arguments are."""
+        if kind.reason or module in kind.reasons:
             return own(*args, **kwargs)
         if _is_watched():
-            view.report.add_eager(block, "a mode, a transform or a global hook is to see its functions")
+            kind.note(module, "a mode, a transform or a global hook is to see its functions")
             return own(*args, **kwargs)
         if names := {name for x in tensors if shard_of(x) for name in vars(x)} - _KNOWN:
-            kind.refuse(block, f"an argument has the attribute {min(names)}")
+            kind.refuse(module, f"an argument has the attribute {min(names)}")
             return own(*args, **kwargs)
-        entry = kind.entry(block, shards, (shards, *_replaced_code(block)))
+        entry = kind.entry(module, tensors, (given, *_replaced_code(module)))
         if entry is None:
             return own(*args, **kwargs)
-        for module in block.modules() if self.leaves else ():
-            forward = self.leaves.get(module)
+        for inner in module.modules() if self.leaves else ():
+            forward = self.leaves.get(inner)
             if forward is not None:
-                forward.number = self.numbers.number(module, forward)
-        return entry.call(block, own, args, kwargs, {id(x) for x in tensors})
+                forward.number = self.numbers.number(inner, forward)
+        return entry.call(module, own, args, kwargs, {id(x) for x in tensors})
 
 
 def backend_of(asked: Backend | None, block: nn.Module) -> Backend | None:
@@ -116,20 +153,32 @@ def _is_watched() -> bool:
     return is_seen or torch.nn.modules.module._has_any_global_hook()
 
 
-def _replaced_code(module: nn.Module, path: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Return what users put into inner modules of a block, with their places: torch's guards may miss it.
+def _replaced_code(module: nn.Module) -> list[Any]:
+    """Return what users put into inner modules, each with its place: torch's guards may miss it.
 
     These are hooks, and forwards in the place of a class's own.
     """
-    for place, inner in enumerate(module._modules.values()):
+    found: list[Any] = []
+    modules = [*module._modules.values()]
+    for place, inner in enumerate(modules):  # it grows
         if inner is None:
             continue
-        own = vars(inner)
-        if any(own[name] for name in _HOOKS) or "forward" in own:
-            hooks = [Same(hook) for name in _HOOKS for hook in own[name].values()]
+        own = inner.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
             forward = own.get("forward")
-            yield path, place, *hooks, None if hasattr(type(forward), "is_like_others") else Same(forward)
-        yield from _replaced_code(inner, (*path, place))
+            found += (place, None if hasattr(type(forward), "is_like_others") else Same(forward))
+            for name, flags in _HOOKS.items():
+                found += [
+                    (Same(hook), *[key in own[flag] for flag in flags]) for key, hook in own[name].items()
+                ]
+        modules += own["_modules"].values()
+    return found
 
 
 def _code(own: Any) -> Any:
@@ -144,7 +193,10 @@ class _Kind:
     Attributes:
         reason: why none of them is compiled any more; empty if some are.
         reasons: of blocks, why they are not.
+        has_blocks: whether it is of a model.
     """
+
+    has_blocks = False
 
     def __init__(self, view: View, backend: Backend, numbers: Numbers) -> None:
         self.view, self.backend, self.numbers = view, backend, numbers
@@ -155,35 +207,63 @@ class _Kind:
     def graphs(self) -> int:
         return sum(entry.graphs for entry in self._entries.values())
 
-    def entry(self, block: nn.Module, shards: Any, key: Any) -> _Entry | None:
-        """Return the code for arguments that are these parts; None if there is too much, or can be none.
+    def entry(self, module: nn.Module, tensors: list[Tensor], key: Any) -> _Entry | None:
+        """Return the code for such arguments; None if there is too much, or can be none.
 
-        key: of these, and of what else torch's guards may miss.
+        key: of what the arguments are, and of what else torch's guards may miss.
         """
         found = self._entries.get(key)
         if found is None:
-            if any(isinstance(shard, Shard) and min(shard.part.sizes) < 2 for shard in shards):
+            if any(min(shard.part.sizes) < 2 for shard in map(shard_of, tensors) if shard is not None):
                 # Of one token, strides do not tell in which order the dims lie on other ranks.
-                self.view.report.add_eager(block, "a rank has less than two tokens of an argument")
+                self.note(module, "a rank has less than two tokens of an argument")
                 return None
-            most: int = torch._dynamo.config.recompile_limit
-            if len(self._entries) >= most:
-                self.view.report.add_eager(block, f"its arguments are of more than {most} lengths or layouts")
+            if len(self._entries) >= self.most:
+                self.note(module, f"its arguments are of more than {self.most} lengths or layouts")
                 return None
             found = self._entries[key] = _Entry(self)
         return found
 
-    def refuse(self, block: nn.Module, reason: str, *, for_all: bool = False) -> None:
+    @property
+    def most(self) -> int:
+        """The number of lengths and layouts for which code is made."""
+        found: int = torch._dynamo.config.recompile_limit
+        return found
+
+    def note(self, module: nn.Module, reason: str) -> None:
+        """Report why a call is not of compiled code."""
+        self.view.report.add_eager(module, reason)
+
+    def refuse(self, module: nn.Module, reason: str, *, for_all: bool = False) -> None:
         """Let a block run eagerly from now on; all, where several could not be compiled for one reason."""
-        self.reasons[block] = reason
-        self.view.report.add_eager(block, reason)
+        self.reasons[module] = reason
+        self.note(module, reason)
         alike = sum(other == reason for other in self.reasons.values())
         if for_all or alike >= (_MOST_ALIKE if self.graphs else 2):
             self.reason = reason
 
+    def check(self, graph: torch.fx.GraphModule) -> None:
+        """Refuse a graph of which no code is to be made."""
+
+
+class _ModelKind(_Kind):
+    """A model, for one backend: what is not one graph is compiled block by block."""
+
+    has_blocks = True
+    most = _MOST_SHAPES
+
+    def note(self, module: nn.Module, reason: str) -> None:
+        self.view.report.add_by_block(reason)
+
+    def check(self, graph: torch.fx.GraphModule) -> None:
+        if self.graphs >= _MOST_GRAPHS:
+            raise Refused(f"it is {_MOST_GRAPHS} graphs already")
+        if not begins_blocks(graph):
+            raise Refused("no block begins in its graph")
+
 
 class _Entry:
-    """The code of blocks of one class, for arguments that are these parts.
+    """The code of blocks of one class, or of a model, for arguments that are these parts.
 
     Dynamo keeps several graphs of it, by its guards.
 
@@ -208,65 +288,44 @@ class _Entry:
 
     # ---- a call ----
 
-    def call(self, block: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any, given: set[int]) -> Any:
+    def call(
+        self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any, given: set[int]
+    ) -> Any:
         """given: the tensors among the arguments, by identity."""
         self._given = given
-        used: dict[int, Tensor] = {}
-        containers: list[Any] = []
-
-        def hollow(x: Tensor) -> Tensor:
-            if shard_of(x) is None and not isinstance(x, SpansMask):
-                return x
-            if x.is_neg() or (x.is_complex() and x.is_conj()):
-                raise Refused("an argument is a conjugate view, or a negative one")
-            if id(x) not in used:
-                used[id(x)] = _hollows.take(x)
-            return used[id(x)]
-
+        hollow = HollowArguments()
         self._runs = False
         try:
             with without_view():
                 try:
-                    with compiling():
-                        out = self._compiled(own, *[_replaced(hollow, x, containers) for x in (args, kwargs)])
+                    with compiling(self.kind.has_blocks):
+                        out = self._compiled(own, hollow.take(args), hollow.take(kwargs))
                 finally:
-                    for container in containers:
-                        _replaced(local_of, container, [])
-                    containers.clear()
+                    hollow.restore()
         except Exception as error:
             if self._runs:
                 raise
-            self._fail(block, error)
+            self._fail(module, error)
             return own(*args, **kwargs)
         out = changed(local_of, out)
-        self._release(block, used)
+        try:
+            if hollow.release():
+                self.kind.refuse(module, "it keeps an argument")
+        except KeptElsewhere:
+            self.kind.refuse(module, "it keeps an argument")
+            raise self.view.error(
+                type(module).__name__, "keeps an argument where spar cannot find it", "do not compile it"
+            ) from None
         return out
 
-    def _fail(self, block: nn.Module, error: Exception) -> None:
-        """Let a block run eagerly; and all others, where a rank has code for it and another has not."""
+    def _fail(self, module: nn.Module, error: Exception) -> None:
+        """Let it run without this code; and all of its kind, where another rank has code for it."""
         differs = isinstance(error, Disagreed)
         if not differs:
             self._is_new = False
             with without_view():
                 differs = _agree(self.view, False)
-        self.kind.refuse(block, _reason_of(error), for_all=differs)
-
-    def _release(self, block: nn.Module, used: dict[int, Tensor]) -> None:
-        """Give hollow tensors back; where a block keeps one, as in an attribute, it gets the part instead."""
-        for key in [*used]:
-            if _references(used, key) > _ALONE:
-                gc.collect()
-            if _references(used, key) > _ALONE:
-                _replace_everywhere(used[key], local_of(used[key]), used)
-                self.kind.refuse(block, "it keeps an argument")
-                if _references(used, key) > _ALONE:
-                    raise self.view.error(
-                        type(block).__name__,
-                        "keeps an argument where spar cannot find it",
-                        "do not compile it",
-                    )
-            else:
-                _hollows.give_back(used.pop(key))
+        self.kind.refuse(module, _reason_of(error), for_all=differs)
 
     # ---- a graph ----
 
@@ -289,12 +348,14 @@ class _Entry:
 
     def _make(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         """Make code of a graph that Dynamo recorded: the backend that Dynamo calls."""
+        self.kind.check(graph)
         inputs = GraphInputs(graph, examples)
         self._inputs = inputs.identities
         view = self.view
         traced = Traced(graph, view, inputs.shards, inputs.masks, self.kind.numbers)
         code = self.kind.backend.make(traced, inputs.fakes)
-        known = {each.function for each in view.report.functions if each.in_block}
+        is_of_model = self.kind.has_blocks
+        known = {each.function for each in view.report.functions if is_of_model or each.in_block}
         # Dynamo may trace the functions of an autograd Function, which ran whole by its name.
         if all(map(_is_of_torch, known)) and (new := sorted(traced.ran_whole - known)):
             raise Refused(f"only compiled these would run whole: {', '.join(new)}")
@@ -305,6 +366,7 @@ class _Entry:
         self.graphs += 1
         self._is_new = True
         results, copies = traced.results, traced.copies
+        code_number = _number_of(graph)
 
         def run(*given: Any) -> Any:
             local = inputs.local(given)
@@ -321,6 +383,7 @@ class _Entry:
             else:
                 inputs.make_dense(local)
             self._runs = True
+            view._fold(CODE, code_number)
             out = code(*local)
             for i in written:
                 view.note_written([local[i]])
@@ -334,15 +397,22 @@ class _Entry:
         return run
 
 
+def _number_of(graph: torch.fx.GraphModule) -> int:
+    """Return a number of a graph's functions, by which ranks see that others run another graph."""
+    targets = [node.target for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
+    names = [x if isinstance(x, str) else function_of(x).name for x in targets]
+    return zlib.crc32(" ".join(names).encode())
+
+
 def _agree(view: View, is_compiled: bool) -> bool:
-    """Return whether all ranks have compiled a block; to one that has not, whether any has. Collective."""
+    """Return whether all ranks have compiled it; to one that has not, whether any has. Collective."""
     flag = torch.tensor([is_compiled], device=view.parts.device)
     found = all_gather(flag, view.parts.group).tolist()
     return all(found) if is_compiled else any(found)
 
 
 def _run(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a block's own forward: what Dynamo traces. Whoever else ran it would read hollow tensors."""
+    """Call an own forward: what Dynamo traces. Whoever else ran it would read hollow tensors."""
     if not is_dynamo_compiling():
         raise Refused("torch.compile is turned off, or skipped it")
     return own(*args, **kwargs)
@@ -367,65 +437,12 @@ def _check_overlap(local: list[Any], written: list[int]) -> None:
         raise Refused("it changes one of two arguments that share memory")
 
 
-# ---- what a block does with its arguments ----
-
-
-def _replaced(function: Callable[[Tensor], Any], value: Any, containers: list[Any]) -> Any:
-    """Return a nested value with function's result for each tensor, and list what was changed for that.
-
-    Lists, dicts and dataclasses are changed in place, innermost first: others may refer to them.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple):
-        entries = [_replaced(function, entry, containers) for entry in value]
-        is_same = all(now is entry for now, entry in zip(entries, value, strict=True))
-        return value if is_same else sequence_of(value, entries)
-    if isinstance(value, list):
-        places: Any = range(len(value))
-    elif isinstance(value, MutableMapping):
-        places = [*value]
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in [field.name for field in fields(value) if hasattr(value, field.name)]:
-            before = getattr(value, name)
-            now = _replaced(function, before, containers)
-            if now is not before:
-                object.__setattr__(value, name, now)
-        containers.append(value)
-        return value
-    else:
-        return value
-    for place in places:
-        now = _replaced(function, value[place], containers)
-        if now is not value[place]:
-            value[place] = now
-    containers.append(value)
-    return value
-
-
-def _references(used: dict[int, Any], key: int) -> int:
-    return sys.getrefcount(used[key])
-
-
-_ALONE = _references({0: object()}, 0)  # of what nobody else refers to
-
-
-def _replace_everywhere(hollow: Tensor, x: Tensor, used: dict[int, Tensor]) -> None:
-    """Put a part in the place of a hollow tensor in dicts but `used`, as of attributes, and in lists."""
-    for holder in gc.get_referrers(hollow):
-        if holder is used:
-            continue
-        if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is hollow]:
-                holder[key] = x
-        elif isinstance(holder, list):
-            holder[:] = [x if value is hollow else value for value in holder]
-
-
 def _reason_of(error: BaseException) -> str:
     while (inner := getattr(error, "inner_exception", None)) is not None:
         error = inner
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return "a size or a seed is known from values alone, as that of attention with dropout"
     first = str(error).strip().partition("\n")[0][:300]
+    if first.startswith(f"{Refused.__name__}: "):  # Dynamo says so of what `refuse` raised
+        return first.partition(": ")[2]
     return first if isinstance(error, (Refused, Disagreed)) else f"{type(error).__name__}: {first}"

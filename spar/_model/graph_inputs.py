@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from .hollow import dense, dense_strides, is_hollow, local_of, order_of
+from .leaves import Refused
 from .part import Shard, part_of, shard_of
 from .spans_mask import SpansMask
-from .tracing import MaskShape, Refused
+from .tracing import MaskShape
 
 
 class GraphInputs:

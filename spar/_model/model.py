@@ -26,13 +26,14 @@ from ..sequence_layout import SequenceLayout
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
-from .agreement import Agreement
+from .agreement import Agreement, device_of
 from .backends import Backend, backend_of_trace
 from .blocks import Shards, find_blocks
-from .compiled import CompiledBlocks, backend_of, of_its_own
+from .compiled import Compiled, backend_of, of_its_own
 from .generators import CODE
 from .images import shard_rows
 from .inputs import GivenParts, compared
+from .leaves import is_traced
 from .library import NO_LIBRARY, Library, RunModule
 from .module_leaves import in_graph
 from .nested import tensors_in
@@ -40,7 +41,6 @@ from .part import Parts, part_of, placement
 from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
-from .tracing import is_traced
 from .view import View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
@@ -153,7 +153,7 @@ class _Sharded:
         self.layout_of = None if layout_of is None else _Uncopied(layout_of)
         self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
         self.agreement = Agreement(view.parts.group, model)
-        self.compiled = CompiledBlocks(view)
+        self.compiled = Compiled(view)
         _disable_run()
         self.is_alone = view.parts.world == 1
         self.is_whole = False  # whether forwards run as in one process, for a comparison
@@ -333,7 +333,7 @@ class _ModelForward(_Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's forward over the ranks.
 
-        torch.compile does not trace it: where the user compiles the model, its blocks are compiled.
+        The user's torch.compile does not trace it: where the model is compiled, the view does that.
         """
         sharded = self.sharded
         if sharded.is_alone or sharded.is_whole:
@@ -351,11 +351,12 @@ class _ModelForward(_Forward):
         sharded, view = self.sharded, self.sharded.view
         if sharded.is_running:
             return self.own(*args, **kwargs)
+        backend = None if asked is None or view.recording else _backends[asked]
         if not view.recording:
-            view.backend_of = functools.partial(backend_of, None if asked is None else _backends[asked])
+            view.backend_of = functools.partial(backend_of, backend)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
-                device = view.parts.device = _device_of(sharded.model)
+                device = view.parts.device = device_of(sharded.model)
                 if sharded.layout_of is not None:
                     sharded.lay_out(self._named(args, kwargs))
                     view.parts.device = device
@@ -365,7 +366,7 @@ class _ModelForward(_Forward):
                     number_parameters(sharded.model)
                 sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
                 with intercepted(view), view.forward(args, kwargs):
-                    output = view.output(self._in_view(args, kwargs))
+                    output = view.output(self._in_view(backend, args, kwargs))
                 sharded.agreement.end(view.word)
                 view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:
@@ -386,11 +387,14 @@ class _ModelForward(_Forward):
         named = {(self.names[i] if i < len(self.names) else f"args[{i}]"): x for i, x in enumerate(args)}
         return named | kwargs
 
-    def _in_view(self, args: Any, kwargs: Any) -> Any:
-        """Call the model's own forward, with its inputs sharded if the model is a block."""
+    def _in_view(self, backend: Backend | None, args: Any, kwargs: Any) -> Any:
+        """Call the model's own forward, with its inputs sharded if the model is a block.
+
+        backend: by which the model is compiled, if it is.
+        """
         shards, view, model = self.sharded.shards, self.sharded.view, self.sharded.model
         if shards is None:
-            return self.own(*args, **kwargs)
+            return self.sharded.compiled.run_model(model, backend, self.own, args, kwargs)
         with without_view():
             found = shard_rows(view, model, args, kwargs)
         args, kwargs = found or shards(model, args, kwargs)
@@ -444,7 +448,3 @@ def replace_run(run: Callable[..., Any]) -> None:
     _ModelForward._run = run  # type: ignore[method-assign]
     _disabled_run.clear()
     _disable_run()
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

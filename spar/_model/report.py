@@ -56,11 +56,13 @@ class Report:
             before the first forward.
         functions: those that ran whole on each rank, with the line of the model that called each.
         eager: blocks that torch.compile was to compile in a later forward, and why they run eagerly.
+        why_by_block: why a model that torch.compile was to compile is not one graph, but compiled by block.
     """
 
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
         self._eager: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # blocks, by their identity
+        self.why_by_block: list[str] = []
         self.warned = False
         self._convolved_whole = False  # images or videos, in a block
         # By whether it is inside blocks: multiply-adds of this rank, and of the whole.
@@ -93,6 +95,10 @@ class Report:
     def add_eager(self, block: torch.nn.Module, reason: str) -> None:
         self._eager[type(block).__name__, reason].add(id(block))
 
+    def add_by_block(self, reason: str) -> None:
+        if reason not in self.why_by_block:
+            self.why_by_block.append(reason)
+
     def count(self, name: str, args: Any, kwargs: dict[str, Any], in_block: bool) -> None:
         """Add the multiply-adds of a function that runs whole."""
         work = multiply_adds(name, args, kwargs)
@@ -110,6 +116,7 @@ class Report:
         lines = [f"this rank {shares}"]
         if self._convolved_whole and self.share > 0.9:
             lines.append('  for rows of images or videos, pass blocks=[""] to spar.parallelize')
+        lines += [f"  compiled by block, not as one graph: {each}" for each in self.why_by_block]
         lines += [f"  eager, not compiled: {each}" for each in self.eager]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace a block's graph of whole shapes under the view, for code that computes on this rank's parts.
+"""Trace a graph of whole shapes under the view, for code that computes on this rank's parts.
 
-Dynamo has recorded the block's torch functions on hollow tensors. AOTAutograd traces `Traced`, which runs
-these functions on local tensors by the view's rules: the code is of local operators and exchanges.
+Dynamo has recorded the torch functions of a block, on hollow tensors, or of a model. AOTAutograd traces
+`Traced`, which runs these functions on local tensors by the view's rules: the code is of local operators and
+exchanges.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 
 from .._attention.spans import Spans
-from .._tracing import constant
+from .aliases import Given
+from .blocks import parts_of_arguments
 from .functions import function_of, is_operator
 from .groups import is_collective_operator
-from .leaves import in_view_of
+from .leaves import Refused, begin_block, begins_blocks, in_view_of, traces
 from .nested import tensors_in
 from .part import has_part, mark, shard_of, whole_shape
 from .patches import intercepted
@@ -28,23 +29,6 @@ from .rules.attention import reach_of
 from .spans_mask import mask_of
 from .view import View, without_view
 from .whole import run_whole
-
-
-class _Traces(threading.local):
-    is_active = False  # whether this thread compiles a block
-
-
-_traces = _Traces()
-
-
-@constant
-def is_traced() -> bool:
-    """Whether Dynamo traces a block for its view: others run whole. It calls this while it traces."""
-    return _traces.is_active
-
-
-class Refused(Exception):
-    """A block is not compiled, for a reason that is for the user to know."""
 
 
 class MaskShape(NamedTuple):
@@ -56,7 +40,7 @@ class MaskShape(NamedTuple):
 
 
 class Traced(nn.Module):
-    """A block's graph, run under the view.
+    """The graph of a block or a model, run under the view.
 
     Attributes:
         shards: what each input is; None if it is whole.
@@ -92,10 +76,12 @@ class Traced(nn.Module):
         for x, shard in zip(given, self.shards, strict=True):
             if shard is not None:
                 mark(x, shard.part)
-        view = TracingView(self.view, self.leaves)
+        view = TracingView(self.view, self.leaves, given)
         with intercepted(view), view, torch.fx.traceback.preserve_node_meta():
             out = _Run(self.graph, view).run(*given)
-        out = [view.check_stale("a compiled block", x) if isinstance(x, Tensor) else x for x in out]
+        out = [view.check_stale("compiled code", x) if isinstance(x, Tensor) else x for x in out]
+        if view._given.changed(view._aliases):
+            raise Refused("a block changes an argument of the model in place")
         self.copies = [
             (i, j)
             for i, x in enumerate(out)
@@ -114,9 +100,9 @@ class TracingView(View):
         leaves: what functions that stand for others in a graph look up.
     """
 
-    def __init__(self, view: View, leaves: Any) -> None:
+    def __init__(self, view: View, leaves: Any, inputs: Any) -> None:
         super().__init__(view.parts, False, view.library)
-        self.blocks, self.leaves = 1, leaves
+        self.blocks, self.leaves, self._given = 1, leaves, Given(inputs)
 
 
 class _Run(torch.fx.Interpreter):
@@ -128,6 +114,8 @@ class _Run(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Run a function, and compare what it returns with what one process has, by its shape and dtype."""
+        if n.target is begin_block:
+            return self._begin_block(n)
         out = super().run_node(n)
         if n.op == "placeholder":
             return out
@@ -138,6 +126,16 @@ class _Run(torch.fx.Interpreter):
                     f"{expected.dtype} of shape {list(expected.shape)}"
                 )
         return out
+
+    def _begin_block(self, n: torch.fx.Node) -> None:
+        """Let a block's arguments be parts from here on, as the hook in front of it does."""
+        _, arguments = self.fetch_args_kwargs_from_env(n)
+        with without_view():
+            parts = parts_of_arguments(self.view.parts, [*arguments.items()])
+            for node in n.all_input_nodes:
+                x = self.env[node]
+                if id(x) in parts:
+                    self.env[node] = self.view.shard(x, parts[id(x)])
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -151,6 +149,9 @@ class _Run(torch.fx.Interpreter):
             raise Refused("it communicates itself")
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
+        graphs = [inner for x in args if isinstance(x, nn.Module) for inner in x.modules()]
+        if any(isinstance(inner, torch.fx.GraphModule) and begins_blocks(inner) for inner in graphs):
+            raise Refused(f"a block begins in the operator {target.name()}")
         if not has_part(args, kwargs):
             with without_view():
                 return target(*args, **kwargs)
@@ -176,16 +177,23 @@ class _TracedSpans(Spans):
 
 
 class compiling:
-    """torch.compile as by default, in a view, which turns it off; and without torch's fast attention."""
+    """torch.compile as by default, in a view, which turns it off; and without torch's fast attention.
+
+    has_blocks: whether the code is a model's.
+    """
+
+    def __init__(self, has_blocks: bool) -> None:
+        self._now = True, has_blocks
 
     def __enter__(self) -> None:
         self._stance = torch.compiler.set_stance("default")
         self._is_fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        self._was_active, _traces.is_active = _traces.is_active, True
+        self._before = traces.is_active, traces.has_blocks
+        traces.is_active, traces.has_blocks = self._now
 
     def __exit__(self, *_: object) -> None:
-        _traces.is_active = self._was_active
+        traces.is_active, traces.has_blocks = self._before
         torch.backends.mha.set_fastpath_enabled(self._is_fast)
         self._stance.__exit__(None, None, None)
 

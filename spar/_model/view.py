@@ -14,6 +14,7 @@ from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from .._C import Mode, mark_results, replaced
+from .._transports.dtypes import PLAIN_TYPES
 from . import keys, subclasses  # noqa: F401 - keys tells the C code what to use
 from .aliases import Aliases, Given
 from .bodies import body_of, is_collective
@@ -107,6 +108,8 @@ class View(Mode, TorchFunctionMode):
         out = self.parts.shard(x, part)
         if not out.is_contiguous():
             out = mark(out.clone(memory_format=torch.preserve_format), part)
+        if type(x) in PLAIN_TYPES:  # others keep their memory among their attributes
+            vars(out).update({name: value for name, value in vars(x).items() if name[:6] != "_spar_"})
         self._aliases.add_slice(out, x)
         self._given.add(x, out)
         return out

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spar
+from spar._model.model import _BlockForward
 from spar._model.report import Report
 
 from .averages import gradients
@@ -360,19 +361,30 @@ def compile_blocks(model: Any) -> None:
         block.compile(backend=BACKEND, fullgraph=True)
 
 
+def compile_model(model: Any) -> None:
+    model.compile(backend=BACKEND)
+
+
+def compile_each_block(model: Any, backend: str = BACKEND) -> None:
+    """Let torch.compile have each block of a parallelized model, but not the model."""
+    for module, _, forward in vars(model)["_spar_view"].forwards:
+        if isinstance(forward, _BlockForward):
+            module.compile(backend=backend)
+
+
 def graphs_of(model: nn.Module) -> int:
-    """Return how many graphs were made of the blocks of a parallelized model."""
+    """Return how many graphs were made of a parallelized model and its blocks."""
     return sum(kind.graphs for kind in vars(model)["_spar_view"].compiled.kinds.values())
 
 
 class Compared:
-    """A sharded model whose blocks are compiled, and its copy in one process."""
+    """A sharded model whose blocks are compiled, or that is itself, and its copy in one process."""
 
     def __init__(
         self,
         make: Callable[[], nn.Module],
         group: dist.ProcessGroup,
-        compiled: Callable[[nn.Module], Any] | None = None,
+        compiled: Callable[[nn.Module], Any] = compile_blocks,
         keeps_graphs: bool = False,
         **options: Any,
     ) -> None:
@@ -381,12 +393,8 @@ class Compared:
         self.group, self.model = group, made(make)
         self.whole = copy.deepcopy(self.model)
         self.report: Report = spar.parallelize(self.model, group, **options)
-        self.call: Any = self.model
-        if compiled is None:
-            self.model.compile(backend=BACKEND)
-        else:
-            call = compiled(self.model)
-            self.call = self.model if call is None else call
+        call = compiled(self.model)
+        self.call: Any = self.model if call is None else call
 
     @property
     def graphs(self) -> int:

@@ -44,7 +44,8 @@ class Appends(Block):
 
 class AppendingNet(Net):
     def forward(self, x: Tensor) -> Tensor:
-        x, skips = self.embed(x), list[Tensor]()
+        skips: list[Tensor] = []
+        x = self.embed(x)
         for block in self.blocks:
             x = block(x, skips)
         return self.head(x + torch.stack(skips).sum(0))

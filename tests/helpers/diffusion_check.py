@@ -19,7 +19,7 @@ from spar import parallelize, unparallelize
 from spar._model.report import Report
 
 from .averages import gradients
-from .compiled_blocks import graphs_of
+from .compiled_blocks import compile_each_block, graphs_of
 from .diffusion_case import Case, Draw, Inputs
 from .diffusion_images import IMAGES
 from .diffusion_sequences import SEQUENCES
@@ -155,7 +155,7 @@ def _compiled(
 ) -> str:
     """Run a sharded model with its blocks compiled, twice; return how that went."""
     torch._dynamo.reset()
-    model.compile(backend="aot_eager")
+    compile_each_block(model)
     try:
         for _ in range(2):
             error, where = difference(model, name, trained(model, name, group), expected)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import spar
 
 from .averages import averaged
-from .compiled_blocks import graphs_of
+from .compiled_blocks import compile_each_block, graphs_of
 from .transformers_types import PADDING, Unbuilt, batch, build, configs
 
 TOLERANCE, WORLD, LIMIT = 1e-4, 2, 180
@@ -117,8 +117,11 @@ def mean_over_ranks(model: nn.Module, names: Any, group: Group) -> dict[str, Ten
     return dict(zip(names, averaged(found, group), strict=True))
 
 
-def compare(rank: int, world: int, group: Group, task: str, kind: str, compiled: bool = False) -> Outcome:
-    """Run a type on these ranks, and beside them in this process; compiled: also with compiled blocks."""
+def compare(rank: int, world: int, group: Group, task: str, kind: str, compiled: str = "") -> Outcome:
+    """Run a type on these ranks, and beside them in this process.
+
+    compiled: also with compiled "blocks", or as a compiled "model".
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     try:
@@ -145,9 +148,10 @@ def compare(rank: int, world: int, group: Group, task: str, kind: str, compiled:
     verdict = None
     if compiled:
         runs = [(inputs, expected), (others, expected_others), (inputs, expected)]
-        verdict = compiles(model, report, runs, group)
+        verdict = compiles(model, report, runs, group, whole=compiled == "model")
     spar.unparallelize(model)
-    model._compiled_call_impl = None
+    for module in model.modules():
+        module._compiled_call_impl = None
     return Outcome(result, note, error, report.share, tuple(places), verdict, dtype)
 
 
@@ -177,12 +181,20 @@ def other_values(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def compiles(model: Any, report: Any, runs: Any, group: Group, backend: str = "aot_eager") -> str:
-    """Run a model whose blocks are compiled: each batch, and what one process computes of it."""
+def compiles(
+    model: Any, report: Any, runs: Any, group: Group, backend: str = "aot_eager", whole: bool = False
+) -> str:
+    """Run a compiled model: each batch, and what one process computes of it.
+
+    whole: whether the model is compiled, not its blocks; then "one graph", or why it is compiled by block.
+    """
     torch._dynamo.reset()
     with contextlib.suppress(Exception):  # a loop over experts is none that a graph can have
         model.set_experts_implementation("batched_mm")
-    model.compile(backend=backend)
+    if whole:
+        model.compile(backend=backend)
+    else:
+        compile_each_block(model, backend)
     try:
         for inputs, expected in runs:
             got = run(model, inputs)
@@ -193,8 +205,10 @@ def compiles(model: Any, report: Any, runs: Any, group: Group, backend: str = "a
     except Exception as error:
         # Of some kernels' gradients torch knows other strides than they have: softplus, in torch 2.13.
         if backend == "aot_eager" and "view size is not compatible" in str(error):
-            return compiles(model, report, runs, group, "inductor")
+            return compiles(model, report, runs, group, "inductor", whole)
         return f"crash: {_told(error)}"
+    if whole:
+        return "; ".join(report.why_by_block) or "one graph"
     if not report.eager:
         return "yes"
     return f"{'partly' if graphs_of(model) else 'no'}: " + "; ".join(map(str, report.eager))
@@ -204,7 +218,8 @@ def run_type(pool: Ranks, task: str, kind: str) -> Outcome:
     """Compare a type; fresh ranks follow a failure, after which their calls may no longer match."""
     try:
         outcomes = [
-            Outcome(*each) for each in pool(WORLD, compare, task, kind, task == "causal", timeout=LIMIT)
+            Outcome(*each)
+            for each in pool(WORLD, compare, task, kind, "blocks" if task == "causal" else "", timeout=LIMIT)
         ]
     except pytest.fail.Exception as failure:
         pool.stop()

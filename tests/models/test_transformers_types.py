@@ -7,10 +7,15 @@ docs/models.md has all of them, from `make models-table`.
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import Ranks
 from helpers.transformers_runs import TOLERANCE, WORLD, Outcome, compare
 from helpers.transformers_table import PAGE, page, rows_of
 from helpers.transformers_types import TASKS, types
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+import spar
 
 PRELOAD = ["helpers.transformers_runs"]
 pytestmark = pytest.mark.one_transport
@@ -41,6 +46,43 @@ def test_types_are_right(ranks: Ranks, task: str, kind: str) -> None:
     for outcome in outcomes:
         assert outcome.result == "right" and outcome.error <= TOLERANCE, outcome
     assert outcomes[0].share < 0.9, outcomes[0]
+
+
+ONE_GRAPH = "bamba deepseek_v3 gemma3_text gpt_oss lfm2 llama mixtral qwen3_next t5gemma"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", ONE_GRAPH.split())
+def test_types_are_one_graph(ranks: Ranks, kind: str) -> None:
+    task = "causal" if kind != "t5gemma" else "seq2seq"
+    for outcome in [Outcome(*each) for each in ranks(WORLD, compare, task, kind, "model")]:
+        assert outcome.result == "right" and outcome.compiled == "one graph", outcome
+
+
+def check_large_masks(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Masks that would be large in a graph are spans, in a model that is compiled by block."""
+    ids = torch.arange(2100).view(1, -1) % 50
+    for kind, why in (
+        (LlamaConfig, []),
+        (MistralConfig, ["its masks are large, and are spans only outside of a graph"]),
+    ):
+        torch._dynamo.reset()
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
+        config = kind(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            expected = model(ids).logits
+            report = spar.parallelize(model, group)
+            model.compile(backend="aot_eager")
+            for _ in range(2):
+                torch.testing.assert_close(model(ids).logits, expected)
+        assert report.why_by_block == why, report
+
+
+@pytest.mark.compiler
+def test_a_model_with_large_masks_is_compiled_by_block(ranks: Ranks) -> None:
+    ranks(2, check_large_masks)
 
 
 def test_types_that_do_not_run_keep_their_rows() -> None:

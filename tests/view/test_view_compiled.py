@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import compiled_blocks as blocks, compiled_containers as containers
-from helpers.compiled_blocks import BACKEND, Block, Compared, Net, compile_blocks, inputs, of
+from helpers.compiled_blocks import (
+    BACKEND,
+    Block,
+    Compared,
+    Net,
+    compile_blocks,
+    compile_model,
+    inputs,
+    of,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -334,7 +343,7 @@ class Images(nn.Module):
 
 
 def check_images(rank: int, world: int, group: Group) -> None:
-    compared = Compared(Images, group, blocks=[""])
+    compared = Compared(Images, group, compile_model, blocks=[""])
     x = torch.randn(2, 3, 20, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     orders = torch.contiguous_format, torch.channels_last, torch.contiguous_format
     for order in orders:
@@ -349,7 +358,7 @@ def test_a_model_that_is_a_block_is_compiled_in_each_memory_order(ranks: Ranks) 
 def check_wrapped(rank: int, world: int, group: Group) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    compared = Compared(of(Block), group)
+    compared = Compared(of(Block), group, compile_model)
     wrapped = DistributedDataParallel(compared.model, process_group=group)
     expected = compared.whole
     for seed in range(3):
@@ -358,9 +367,9 @@ def check_wrapped(rank: int, world: int, group: Group) -> None:
             model(inputs(seed)).square().mean().backward()
         for a, b in zip(expected.parameters(), wrapped.parameters(), strict=True):
             torch.testing.assert_close(b.grad, a.grad)
-    assert compared.graphs == 1
+    assert compared.graphs == 1 and not compared.report.why_by_block
 
-    compared = Compared(of(Block), group)
+    compared = Compared(of(Block), group, compile_model)
     mesh = DeviceMesh.from_group(group, "cpu")
     for block in compared.model.blocks:
         fully_shard(block, mesh=mesh)
@@ -372,6 +381,7 @@ def check_wrapped(rank: int, world: int, group: Group) -> None:
         for a, b in zip(compared.whole.parameters(), compared.model.parameters(), strict=True):
             torch.testing.assert_close(b.grad.full_tensor(), a.grad)
     assert compared.graphs == 1 and not compared.reasons
+    assert compared.report.why_by_block
 
 
 def test_ddp_and_fsdp_wrap_a_compiled_model(ranks: Ranks) -> None:

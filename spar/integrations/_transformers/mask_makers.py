@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..._attention.spans import Spans
+from ..._model.leaves import has_blocks, refuse
 from ..._model.part import part_of
 from ..._model.spans_mask import mask_of
 from ..._model.view import View, current_view, without_view
@@ -72,6 +74,11 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
 
     @functools.wraps(own)
     def mask(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            made = own(*args, **kwargs)
+            if has_blocks() and made is not None and made.numel() * made.element_size() >= LEAST_BYTES:
+                refuse("its masks are large, and are spans only outside of a graph")
+            return made
         view = current_view()
         if view is None:
             return own(*args, **kwargs)

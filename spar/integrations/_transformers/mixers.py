@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..._model.leaves import leaf
-from ..._model.tracing import is_traced
+from ..._model.leaves import is_traced, leaf
 from ..._model.view import View, current_view
 from .eager import are_weights_read
 from .scans import LIGHTNING_NAMES, SERVED, Function, lightning

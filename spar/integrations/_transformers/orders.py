@@ -14,22 +14,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 _LIBRARY, _MASKS = "transformers.", "transformers.masking_utils"
-_own_set = set
 _owners: set[Any] = set()  # modules of transformers whose code makes sets
 
 
-class _LikeSet(type):
-    def __instancecheck__(cls, x: object) -> bool:
-        return isinstance(x, _own_set)
-
-
-class Ordered(set[Any], metaclass=_LikeSet):
+class Ordered(set[Any]):
     """A set whose iteration has the same order in each process."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__(), key=str))
+
+
+def _ordered(*values: Any) -> set[Any]:
+    """Stand for `set`; those of Dynamo iterate in the order of their values."""
+    return set(*values) if is_dynamo_compiling() else Ordered(*values)
 
 
 def order_sets(model: torch.nn.Module) -> None:
@@ -51,7 +51,7 @@ def restore_sets(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name, value in vars(module).items():
             if type(value) is Ordered:
-                setattr(module, name, _own_set(value))
+                setattr(module, name, set(value))
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def ordering(_: Any) -> Iterator[None]:
     owners = [owner for owner in {*_owners, sys.modules.get(_MASKS)} if owner is not None]
     before = [vars(owner).get("set") for owner in owners]
     for owner in owners:
-        owner.set = Ordered
+        owner.set = _ordered
     try:
         yield
     finally:
