@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,40 +35,44 @@ def linear(call: FunctionCall) -> Plan | None:
 
 @rule("matmul __matmul__ __rmatmul__ bmm mm")
 def product(call: FunctionCall) -> Plan | None:
+    """Multiply matrices: result[..., i, j] = sum over k of a[..., i, k] * b[..., k, j].
+
+    A part along i or j stays one, and the other operand becomes whole. Along a dim before these both are
+    parts, or b broadcasts. The products of parts along k are summed over the ranks.
+    """
     if len(call.args) != 2 or call.kwargs:
         return None
-    a, b = call.args[::-1] if call.name == "__rmatmul__" else call.args
+    is_reversed = call.name == "__rmatmul__"
+    a, b = call.args[::-1] if is_reversed else call.args
     if a.dim() < 2 or b.dim() < 2:
         return None
-    of_a, of_b = part_of(a), part_of(b)
-    at_a = of_a.dim - a.dim() if of_a else 0  # dims from the last, in which a and b broadcast
-    at_b = of_b.dim - b.dim() if of_b else 0
-    dims = max(a.dim(), b.dim())
-    local = a.numel() * b.size(-1)
-    at = (1, 0) if call.name == "__rmatmul__" else (0, 1)  # a and b may be the same tensor
-    if of_a and of_b and at_a == -1 and at_b == -2:
-        return _contracted(call, a, b, of_a)
-    if of_a and at_a == -2:
-        if of_b and at_b < -2:
-            return None
-        moves = ((at[1], None),) if of_b else ()
-        return Plan(of_a.at(dims - 2), moves, work=work(local, a, of_a))
-    if of_b and at_b == -1:
-        moves = ((at[0], None),) if of_a else ()
-        return Plan(of_b.at(dims - 1), moves, work=work(local, b, of_b))
-    if of_a and at_a < -2:
-        other = of_a.at(b.dim() + at_a) if b.dim() >= -at_a else None
-        if of_b is other and of_b is not None:
-            return Plan(of_a.at(dims + at_a), work=work(local, a, of_a))
-        if of_b is None and (other is None or b.shape[at_a] == 1):
-            return Plan(of_a.at(dims + at_a), work=work(local, a, of_a))
-        if of_b is None and b.shape[at_a] == of_a.whole:
-            return Plan(of_a.at(dims + at_a), moves_to(call, [(b, other)]), work=work(local, a, of_a))
-    if of_a and at_a == -1 and not of_b:
-        return _contracted(call, a, b, of_a)
-    if of_b and at_b == -2 and not of_a:
-        return _contracted(call, a, b, of_b)
+    part_a, part_b = part_of(a), part_of(b)
+    index_a, index_b = _index(a, part_a, "ik"), _index(b, part_b, "kj")
+    local, dims = a.numel() * b.size(-1), max(a.dim(), b.dim())
+    if (index_a, index_b) in (("k", "k"), ("k", ""), ("", "k")):
+        return _contracted(call, a, b, cast(Part, part_a or part_b))
+    # Moves go by the operands' places: both may be the same tensor.
+    if part_a and index_a == "i" and index_b != "batch":
+        moves = ((int(not is_reversed), None),) if part_b else ()
+        return Plan(part_a.at(dims - 2), moves, work=work(local, a, part_a))
+    if part_b and index_b == "j":
+        moves = ((int(is_reversed), None),) if part_a else ()
+        return Plan(part_b.at(dims - 1), moves, work=work(local, b, part_b))
+    if part_a and index_a == "batch":
+        at = part_a.dim - a.dim()
+        size = whole_shape(b)[at] if b.dim() >= -at else 1
+        like_a = part_a.at(b.dim() + at) if part_b or size != 1 else None
+        if part_b is like_a or (part_b is None and size == part_a.whole):
+            return Plan(part_a.at(dims + at), moves_to(call, [(b, like_a)]), work=work(local, a, part_a))
     return None
+
+
+def _index(x: Tensor, part: Part | None, last: str) -> str:
+    """Return along which index of the product x is a part; last: the names of its last two dims."""
+    if part is None:
+        return ""
+    at = part.dim - x.dim()
+    return last[at] if at >= -2 else "batch"
 
 
 def _contracted(call: FunctionCall, a: Tensor, b: Tensor, part: Part) -> Plan | None:
