@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .gather_plan import ZEROS, GatherPlan, Part, runs_in_halo
+from .gather_plan import ZEROS, GatherPlan, Interval, runs_in_halo
 from .layouts import Piece
 
 # With more parts than that, one index is faster than a concatenation.
@@ -62,7 +62,7 @@ def added_back(plan: GatherPlan, grad: Tensor, shard: int, received: int, dim: i
         if first != ZEROS
     ]
     # Runs are apart and cover the shard; a halo of own tokens is added to them.
-    copied: list[tuple[int, int]] = []
+    copied: list[Interval] = []
     mine, apart = sorted([part for part in parts if part[0] < shard], key=lambda part: -part[1]), []
     for first, count, _ in mine:
         apart.append(all(first + count <= begin or first >= end for begin, end in copied))
@@ -83,7 +83,7 @@ def added_back(plan: GatherPlan, grad: Tensor, shard: int, received: int, dim: i
     return own, others
 
 
-def _index(order: Sequence[Part], zeros: int, device: torch.device) -> Tensor:
+def _index(order: Sequence[Interval], zeros: int, device: torch.device) -> Tensor:
     """Return the item of each place of a result; `zeros`: of those that are zeros."""
     ranges = [
         torch.full((count,), zeros, device="cpu")
@@ -94,7 +94,7 @@ def _index(order: Sequence[Part], zeros: int, device: torch.device) -> Tensor:
     return torch.cat(ranges).to(device)
 
 
-def selected(x: Tensor, parts: Sequence[Part], dim: int) -> Tensor:
+def selected(x: Tensor, parts: Sequence[Interval], dim: int) -> Tensor:
     """Return parts of a tensor, one behind the other along dim; a view if there is one part."""
     if len(parts) == 1:
         return x.narrow(dim, *parts[0])

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, shards, total_of
 
-# (start, size) in the whole; a start of -1 stands for zeros.
-Wanted = Sequence[tuple[int, int]]
-# (first, number) along a dim.
-Part = tuple[int, int]
+# (start, size) along a dim, of the whole or of a shard.
+Interval = tuple[int, int]
+# Instead of an interval's start: it has zeros.
 ZEROS = -1
-AROUND = -1  # instead of how much longer a run is: it goes on at its document's other end
+# Instead of how much longer a run is: it goes on at its document's other end.
+AROUND = -1
 
 
 class GatherPlan(NamedTuple):
@@ -33,9 +33,9 @@ class GatherPlan(NamedTuple):
             begin at ZEROS are zeros. A received item is in one of them at most.
     """
 
-    sent: tuple[Part, ...]
+    sent: tuple[Interval, ...]
     sizes: tuple[int, ...]
-    order: tuple[Part, ...]
+    order: tuple[Interval, ...]
 
     def args(self, dim: int, world: int) -> Args:
         """Return the layouts of the exchange: of what each rank sends, sharded by receiver."""
@@ -43,7 +43,9 @@ class GatherPlan(NamedTuple):
         return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
 
 
-def plan_pieces(of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Wanted], rank: int) -> GatherPlan:
+def plan_pieces(
+    of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Interval]], rank: int
+) -> GatherPlan:
     """Return a rank's plan.
 
     of_ranks: the runs that each rank holds. wanted: what each rank wants.
@@ -103,9 +105,9 @@ def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: in
     """
     held = shards(layout, world)
     ends = _ends(held) if documents else {0: (0, total_of(layout))}
-    wanted: list[list[tuple[int, int]]] = []
+    wanted: list[list[Interval]] = []
     for runs in held:
-        listed: list[tuple[int, int]] = []
+        listed: list[Interval] = []
         for run in runs:
             if run.size > 0:
                 low, high = ends[run.sequence if documents else 0]
@@ -121,7 +123,7 @@ def plan_runs(layout: Layout, documents: bool, world: int, rank: int, offset: in
 remembered_plan = functools.lru_cache(256)(plan_runs)
 
 
-def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Part]:
+def runs_in_halo(runs: Sequence[Piece], before: int, after: int) -> list[Interval]:
     """Return where the runs are among runs with their halos."""
     found, at = [], 0
     for run in runs:
@@ -184,14 +186,14 @@ def in_documents(layout: Layout, lengths: Sequence[int], world: int) -> tuple[in
     return (len(lengths), *lengths, *itertools.chain(*[run[1:] for run in runs]), *sizes)
 
 
-def around(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+def around(start: int, size: int, low: int, high: int) -> list[Interval]:
     """Return an interval of at most high - low whose ends are joined."""
     first = low + (start - low) % (high - low)
     ahead = min(size, high - first)
     return [(first, ahead), (low, size - ahead)]
 
 
-def within(start: int, size: int, low: int, high: int) -> list[tuple[int, int]]:
+def within(start: int, size: int, low: int, high: int) -> list[Interval]:
     """Return an interval inside of [low, high), with zeros where it is beyond."""
     first, end = min(max(start, low), high), max(min(start + size, high), low)
     if first >= end:

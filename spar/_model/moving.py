@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._exchange.arguments import Arguments
-from .._exchange.gather_plan import GatherPlan as Plan, plan_pieces
+from .._exchange.gather_plan import GatherPlan, plan_pieces
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
 from .dtensors import is_distributed
@@ -33,7 +33,7 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     return mark(in_order_of(out, x), part)
 
 
-def _plan(own: Part, wanted: Part, start: int) -> Plan | None:
+def _plan(own: Part, wanted: Part, start: int) -> GatherPlan | None:
     """Return how ranks exchange their tokens; None if each holds those that it wants."""
     known, key = own.parts.moves, (own, wanted, start)
     if key not in known:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .._exchange.gather_plan import GatherPlan as Plan
+from .._exchange.gather_plan import GatherPlan
 from .._exchange.layouts import pieces, shards
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.groups_by_name import ParallelState
@@ -246,7 +246,7 @@ class Parts:
         # As long as tensors and plans have them: lengths may differ in each forward.
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
-        self.moves: dict[tuple[Part, Part, int], Plan | None] = {}  # the plans of `moved`
+        self.moves: dict[tuple[Part, Part, int], GatherPlan | None] = {}  # the plans of `moved`
 
     def __deepcopy__(self, memo: object) -> Parts:
         return self

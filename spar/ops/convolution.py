@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._exchange.arguments import Arguments
-from .._exchange.gather_plan import ZEROS, GatherPlan, Part, fragments, plan_pieces, within
+from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, fragments, plan_pieces, within
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
@@ -49,12 +49,12 @@ def _windows(
 ) -> Windows:
     """Return the windows of a rank."""
     of_ranks = [fragments(layout, lengths, world, peer) for peer in range(world)]
-    wanted: list[list[Part]] = []
+    wanted: list[list[Interval]] = []
     for listed in of_ranks:
         # The exchange is that of a halo, which ranks in a graph make.
         wanted.append([part for x in listed for part in _window(x.start, before, min(before, x.size), x.low)])
     plan = plan_pieces(shards(layout, world), wanted, rank)
-    order: list[Part] = []
+    order: list[Interval] = []
     parts = iter(plan.order)
     for x in of_ranks[rank]:
         order += _cleared(parts, before + min(before, x.size), before - min(before, x.start - x.low))
@@ -65,7 +65,7 @@ def _windows(
     places = sorted({place for first, count in own for place in range(first, first + count)})
     moved = {place: i for i, place in enumerate(places)}
 
-    def of_places(part: Part) -> Part:
+    def of_places(part: Interval) -> Interval:
         first, count = part
         if first == ZEROS:
             return part
@@ -84,12 +84,12 @@ def _windows(
     return Windows(moved_plan, *tensors)
 
 
-def _window(start: int, before: int, count: int, low: int) -> list[Part]:
+def _window(start: int, before: int, count: int, low: int) -> list[Interval]:
     """Return the tokens before a place, zeros below the lowest one, and those behind it."""
     return [part for part in within(start - before, before + count, low, start + count) if part[1]]
 
 
-def _cleared(parts: Iterator[Part], size: int, zeros: int) -> list[Part]:
+def _cleared(parts: Iterator[Interval], size: int, zeros: int) -> list[Interval]:
     """Take parts of a size in all, of whose items the first ones become zeros."""
     found, at = [(ZEROS, zeros)] if zeros else [], 0
     while at < size:
