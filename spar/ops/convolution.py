@@ -8,7 +8,7 @@ ranks. With a halo, all tokens would be copied to a longer tensor, and so would 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._exchange.arguments import Arguments
-from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, fragments, plan_pieces, within
+from .._exchange.gather_plan import ZEROS, Fragment, GatherPlan, Interval, fragments, plan_pieces, within
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
@@ -49,56 +49,43 @@ def _windows(
 ) -> Windows:
     """Return the windows of a rank."""
     of_ranks = [fragments(layout, lengths, world, peer) for peer in range(world)]
-    wanted: list[list[Interval]] = []
-    for listed in of_ranks:
-        # The exchange is that of a halo, which ranks in a graph make.
-        wanted.append([part for x in listed for part in _window(x.start, before, min(before, x.size), x.low)])
-    plan = plan_pieces(shards(layout, world), wanted, rank)
-    order: list[Interval] = []
-    parts = iter(plan.order)
-    for x in of_ranks[rank]:
-        order += _cleared(parts, before + min(before, x.size), before - min(before, x.start - x.low))
-    shard = sum([x.size for x in of_ranks[rank]])
-    firsts = [(x.at, min(before, x.size)) for x in of_ranks[rank]]
-    order += [part for at, count in firsts for part in _window(at, before, count, 0)]
-    own = [part for part in (*plan.sent, *order) if part[0] != ZEROS and part[0] < shard]
-    places = sorted({place for first, count in own for place in range(first, first + count)})
-    moved = {place: i for i, place in enumerate(places)}
-
-    def of_places(part: Interval) -> Interval:
-        first, count = part
-        if first == ZEROS:
-            return part
-        return moved[first] if first < shard else first - shard + len(places), count
-
+    # The exchange is that of a halo, which ranks in a graph make.
+    wanted = [[part for x in listed for part in _window(x, x.start, x.low, before)] for listed in of_ranks]
+    plan, own = plan_pieces(shards(layout, world), wanted, rank), of_ranks[rank]
+    in_shard = [part for x in own for part in _window(x, x.at, 0, before)]
+    plan = plan._replace(order=(*plan.order, *in_shard))
+    plan, places = _of_used(plan, sum([x.size for x in own]))
+    first: list[int] = []
     right: list[int] = []
     at = 0
-    for _, count in firsts:
+    for x in own:
+        count = min(before, x.size)
+        first += range(x.at, x.at + count)
         right += range(at + before, at + before + count)
         at += before + count
+    wrong = [at + place for place in right]
     with torch.inference_mode(False):
-        numbers = [places, [place for first, count in firsts for place in range(first, first + count)]]
-        numbers += [right, [at + place for place in right]]
-        tensors = [torch.tensor(listed, dtype=torch.int64, device=device) for listed in numbers]
-    moved_plan = GatherPlan(tuple(map(of_places, plan.sent)), plan.sizes, tuple(map(of_places, order)))
-    return Windows(moved_plan, *tensors)
+        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (places, first, right, wrong)]
+    return Windows(plan, *tensors)
 
 
-def _window(start: int, before: int, count: int, low: int) -> list[Interval]:
-    """Return the tokens before a place, zeros below the lowest one, and those behind it."""
-    return [part for part in within(start - before, before + count, low, start + count) if part[1]]
+def _window(x: Fragment, start: int, low: int, before: int) -> list[Interval]:
+    """Return the window of a fragment that begins at `start`: zeros stand for tokens below `low`."""
+    end = start + min(before, x.size)
+    return [part for part in within(start - before, end - start + before, low, end) if part[1]]
 
 
-def _cleared(parts: Iterator[Interval], size: int, zeros: int) -> list[Interval]:
-    """Take parts of a size in all, of whose items the first ones become zeros."""
-    found, at = [(ZEROS, zeros)] if zeros else [], 0
-    while at < size:
-        first, count = next(parts)
-        kept = min(count, at + count - zeros)
-        if kept > 0:
-            found.append((first if first == ZEROS else first + count - kept, kept))
-        at += count
-    return found
+def _of_used(plan: GatherPlan, shard: int) -> tuple[GatherPlan, list[int]]:
+    """Return the same plan of the shard's tokens that it uses alone, and where these are in the shard."""
+    used = [part for part in (*plan.sent, *plan.order) if part[0] != ZEROS and part[0] < shard]
+    places = sorted({place for first, count in used for place in range(first, first + count)})
+    moved = {ZEROS: ZEROS} | {place: i for i, place in enumerate(places)}
+
+    def of_used(part: Interval) -> Interval:
+        first, count = part
+        return moved[first] if first < shard else first - shard + len(places), count
+
+    return GatherPlan(tuple(map(of_used, plan.sent)), plan.sizes, tuple(map(of_used, plan.order))), places
 
 
 _remembered = functools.lru_cache(256)(_windows)
