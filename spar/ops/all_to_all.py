@@ -134,22 +134,22 @@ def all_to_all(
         process_group = group
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
-    dims, how = (scatter_dim, gather_dim, gather_size), None
+    dims, split = (scatter_dim, gather_dim, gather_size), None
     if not (scatter_sizes is gather_sizes is layout is scatter_layout is None):
-        how = How(scatter_sizes, gather_sizes, layout, scatter_layout)
+        split = SplitArguments(scatter_sizes, gather_sizes, layout, scatter_layout)
     if out is not None or async_op:
-        return _together(input_, process_group, dims, how, async_op, out)
-    if how is None and gather_size is None and type(scatter_dim) is type(gather_dim) is int:  # most calls
+        return _together(input_, process_group, dims, split, async_op, out)
+    if split is None and gather_size is None and type(scatter_dim) is type(gather_dim) is int:  # most calls
         arguments: Key = dims
     else:
-        arguments = _remembered(input_, dims, how)
+        arguments = _remembered(input_, dims, split)
     output, key = repeat("all_to_all", input_, process_group, arguments)
     if output is not None:
         return output
     if isinstance(input_, (list, tuple)):
-        return _together(input_, process_group, dims, how, False, None, key)
+        return _together(input_, process_group, dims, split, False, None, key)
     with Arguments("all_to_all", input_, process_group) as call:  # type: ignore[arg-type]
-        return apply_together((call,), (_layouts(call, dims, how),), ONE, key)[0]
+        return apply_together((call,), (_layouts(call, dims, split),), ONE, key)[0]
 
 
 def _group_of(*layouts: Any) -> Group:
@@ -164,8 +164,8 @@ def _group_of(*layouts: Any) -> Group:
 Dims = tuple[int, int, int | None]  # scatter_dim, gather_dim, gather_size
 
 
-class How(NamedTuple):
-    """How the two dims are cut; of a list of tensors each may be a list. None: by the size rule."""
+class SplitArguments(NamedTuple):
+    """Sizes and layouts of the two dims; of a list of tensors each may be a list. None: by the size rule."""
 
     scatter_sizes: Any
     gather_sizes: Any
@@ -173,12 +173,12 @@ class How(NamedTuple):
     scatter_layout: Any
 
 
-def _remembered(inputs: object, dims: Dims, how: How | None) -> Key:
+def _remembered(inputs: object, dims: Dims, split: SplitArguments | None) -> Key:
     """Return by what `repeat` finds such calls; None: it does not."""
     scatter, gather, size = dims
     if not (type(scatter) is type(gather) is int and type(size) in (int, NoneType)):
         return None  # True is not a dim, and equals 1
-    parts = () if how is None else layouts_key(inputs, *how)
+    parts = () if split is None else layouts_key(inputs, *split)
     return None if parts is None else (dims, parts)
 
 
@@ -186,7 +186,7 @@ def _together(
     inputs: Any,
     group: Group,
     dims: Dims,
-    how: How | None,
+    split: SplitArguments | None,
     async_op: bool,
     out: Any,
     key: Key = None,
@@ -194,11 +194,11 @@ def _together(
     """Run an all_to_all of one tensor or several, with all options; `key` is as for `apply_together`."""
 
     def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
-        per_tensor: Sequence[Any] = [None] * len(calls) if how is None else _by_tensor(calls[0], how, at)
+        per_tensor: Sequence[Any] = [None] * len(calls) if split is None else _by_tensor(calls[0], split, at)
         pairs: list[Args] = []
         for i, call in enumerate(calls):
             like = i > 0 and call.shape == calls[i - 1].shape  # the tensor before it
-            if like and (how is None or all(map(operator.is_, per_tensor[i], per_tensor[i - 1]))):
+            if like and (split is None or all(map(operator.is_, per_tensor[i], per_tensor[i - 1]))):
                 pairs.append(pairs[-1])
             else:
                 pairs.append(_layouts(call, dims, per_tensor[i], at[i]))
@@ -207,24 +207,24 @@ def _together(
     return exchange_together("all_to_all", inputs, group, layouts, key, out=out, async_op=async_op)
 
 
-def _by_tensor(call: Arguments, how: How, at: list[str]) -> list[How]:
+def _by_tensor(call: Arguments, split: SplitArguments, at: list[str]) -> list[SplitArguments]:
     """Return the sizes and layouts of each tensor."""
     if at == [""]:
-        return [how]
+        return [split]
     columns = (
-        entries(call, "scatter_sizes", how.scatter_sizes, at),
-        entries(call, "gather_sizes", how.gather_sizes, at),
-        entries(call, "layout", _repeated(how.layout, len(at)), at),
-        entries(call, "scatter_layout", _repeated(how.scatter_layout, len(at)), at),
+        entries(call, "scatter_sizes", split.scatter_sizes, at),
+        entries(call, "gather_sizes", split.gather_sizes, at),
+        entries(call, "layout", _repeated(split.layout, len(at)), at),
+        entries(call, "scatter_layout", _repeated(split.scatter_layout, len(at)), at),
     )
-    return [How(*row) for row in zip(*columns, strict=True)]
+    return [SplitArguments(*row) for row in zip(*columns, strict=True)]
 
 
 def _repeated(layout: Any, count: int) -> Any:
     return layout if layout is None or isinstance(layout, (list, tuple)) else [layout] * count
 
 
-def _layouts(call: Arguments, dims: Dims, how: How | None, at: str = "") -> Args:
+def _layouts(call: Arguments, dims: Dims, split: SplitArguments | None, at: str = "") -> Args:
     """Check the arguments of an all_to_all; return its layouts. `at`: see `exchange_together`."""
     scatter, gather, size = dims
     ndim, shape = call.ndim, call.shape
@@ -238,17 +238,17 @@ def _layouts(call: Arguments, dims: Dims, how: How | None, at: str = "") -> Args
             f"{dims[0]} and gather_dim is {dims[1]}",
             f"two different dims of an input with {ndim}",
         )
-    if how is None or how.gather_sizes is how.layout is None:
+    if split is None or split.gather_sizes is split.layout is None:
         total = shape[gather] * call.world
         if size is not None or total >= 2**62:
             total = _gather_size(call, gather, shape[gather], size)
         before: Layout = (gather, EVEN, total)
     else:
-        before = _gathered(call, gather, size, how.gather_sizes, how.layout, at)
-    if how is None or how.scatter_sizes is how.scatter_layout is None:
+        before = _gathered(call, gather, size, split.gather_sizes, split.layout, at)
+    if split is None or split.scatter_sizes is split.scatter_layout is None:
         after: Layout = (scatter, EVEN, shape[scatter])
     else:
-        after = _scattered(call, scatter, how.scatter_sizes, how.scatter_layout, at)
+        after = _scattered(call, scatter, split.scatter_sizes, split.scatter_layout, at)
     return len(before), *before, *after
 
 
