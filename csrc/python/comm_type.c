@@ -31,7 +31,7 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
         row++;
     int world = (int)(size / (Py_ssize_t)sizeof(spar_peer_info));
     if (!*row || size % (Py_ssize_t)sizeof(spar_peer_info) || rank < 0 || rank >= world)
-        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, facts of %zd bytes", name, rank,
+        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, peer infos of %zd bytes", name, rank,
                             size);
     spar_peer_info *info = malloc((size_t)size);
     comm_object *object = info ? PyObject_New(comm_object, comm_type) : NULL;

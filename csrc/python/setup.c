@@ -11,7 +11,7 @@
 static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
 {
     if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0) {
-        PyErr_Format(PyExc_ValueError, "facts of %zd bytes; expected a multiple of %zu", size,
+        PyErr_Format(PyExc_ValueError, "peer infos of %zd bytes; expected a multiple of %zu", size,
                      sizeof(spar_peer_info));
         return NULL;
     }
