@@ -73,10 +73,7 @@ def _inside(part: Part, start: int, stop: int) -> int | None:
     return None
 
 
-Taken = tuple[Part, Callable[[Tensor], Tensor]]
-
-
-def _between(part: Part, start: int, stop: int) -> Taken | None:
+def _between(part: Part, start: int, stop: int) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
     """Return the part of tokens start to before stop, and what takes it; None for fewer tokens than ranks."""
     dim, found = part.dim, part.between(start, stop)
     if found is not None:
