@@ -200,7 +200,7 @@ static int is_interrupted(void *context)
     return now.interrupted;
 }
 
-static void describe(const void *call, char *text, size_t size, spar_gathered *gathered)
+static void describe(const void *call, char *text, size_t size, spar_gathered_size *gathered)
 {
     memset(gathered, 0, sizeof *gathered);
     snprintf(text, size, "%s", (const char *)call);

@@ -157,7 +157,7 @@ static void check_world(const fuzz_request *a, const spar_plan *plan)
     spar_plan *plans[RANKS] = {NULL};
     char own_text[256], other_text[256];
     int built = 1, small = is_small(a, plan);
-    spar_gathered gathered = spar_plan_gathered(plan, "text"), other_gathered;
+    spar_gathered_size gathered = spar_plan_gathered(plan, "text"), other_gathered;
     spar_plan_describe(plan, own_text, sizeof own_text);
     for (int rank = 0; rank < plan->world; rank++) {
         other = *a;

@@ -19,9 +19,8 @@ version: str
 
 _Block = tuple[int, int, int, int, int, tuple[tuple[int, int, int], ...]]
 
-Description = tuple[
-    str, tuple[int, int, int]
-]  # a call's text; what the rank holds of the gathered dim: see Gathered
+# A call's text, and a GatheredSize.
+Description = tuple[str, tuple[int, int, int]]
 
 class Plan:
     @property

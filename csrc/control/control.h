@@ -37,11 +37,11 @@ typedef struct spar_group spar_group;
 /* A rank's call, for peers whose calls differ. */
 typedef struct {
     char text[SPAR_GROUP_TEXT];
-    spar_gathered gathered;
+    spar_gathered_size gathered;
 } spar_description;
 
 /* Writes a rank's call for its peers, in at most `size` bytes. */
-typedef void (*spar_describe)(const void *call, char *text, size_t size, spar_gathered *gathered);
+typedef void (*spar_describe)(const void *call, char *text, size_t size, spar_gathered_size *gathered);
 
 /* What a rank publishes in call n. */
 typedef struct {

@@ -29,9 +29,9 @@ enum { DESCRIBES = 1, ENDS, WAITS, BREAKS };
 typedef struct {
     uint32_t kind, call, status, unused; /* status: of BREAKS; of ENDS, with which the rank failed the call */
     union {
-        spar_ranks ranks;       /* BREAKS: that caused it */
-        spar_gathered gathered; /* DESCRIBES has it */
-        spar_last_call waits;   /* WAITS: on any group */
+        spar_ranks ranks;            /* BREAKS: that caused it */
+        spar_gathered_size gathered; /* DESCRIBES has it */
+        spar_last_call waits;        /* WAITS: on any group */
     };
     char text[SPAR_GROUP_TEXT];
 } control_message;

@@ -17,14 +17,14 @@ typedef struct {
     uint64_t signature; /* 0: the rank could not make the call */
     int64_t forward;    /* as in spar_call_header */
     uint64_t text[WORDS];
-    int64_t gathered[3]; /* the fields of spar_gathered */
+    int64_t gathered[3]; /* the fields of spar_gathered_size */
 } entry;
 
 typedef struct {
     uint64_t signature; /* 0: the rank could not make the call */
     int64_t forward;
     char text[TEXT];
-    spar_gathered gathered;
+    spar_gathered_size gathered;
 } description;
 
 struct spar_ring {
@@ -145,7 +145,7 @@ static void read_descriptions(const spar_ring *r)
     for (int rank = 0; rank < r->group->world; rank++) {
         int seen = read_entry(r, rank, n, &call, 1);
         r->group->descriptions[rank] =
-            (spar_description){.gathered = seen ? call.gathered : (spar_gathered){0}};
+            (spar_description){.gathered = seen ? call.gathered : (spar_gathered_size){0}};
     }
     r->group->mismatched = 1;
 }

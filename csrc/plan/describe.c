@@ -28,10 +28,10 @@ static void put_layout(char *text, size_t size, int dim, const int64_t *sizes, i
         spar_append(text, size, " (%s)", words);
 }
 
-spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
+spar_gathered_size spar_plan_gathered(const spar_plan *plan, const char *text)
 {
     const spar_plan_tensor *first = &plan->tensors[0];
-    const spar_gathered none = {0};
+    const spar_gathered_size none = {0};
     uint64_t hash = spar_hash(plan->ntensors, first->in_dim);
     for (int t = 0; t < plan->ntensors; t++) {
         const spar_plan_tensor *shape = &plan->tensors[t];
@@ -49,7 +49,7 @@ spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text)
     }
     for (; *text; text++)
         hash = spar_hash(hash, *text);
-    return (spar_gathered){(int64_t)(hash | 1), first->in_dim, first->in_sizes[0]};
+    return (spar_gathered_size){(int64_t)(hash | 1), first->in_dim, first->in_sizes[0]};
 }
 
 void spar_plan_describe(const spar_plan *plan, char *text, size_t size)

@@ -130,10 +130,10 @@ void spar_plan_describe_call(const spar_plan *plan, const char *op, const char *
  * such dim, or the caller passed the sizes. */
 typedef struct {
     int64_t rest, dim, size;
-} spar_gathered;
+} spar_gathered_size;
 
 /* `text` is as in spar_plan_signature. */
-spar_gathered spar_plan_gathered(const spar_plan *plan, const char *text);
+spar_gathered_size spar_plan_gathered(const spar_plan *plan, const char *text);
 
 typedef struct {
     int64_t cached, hits, misses;

@@ -69,7 +69,7 @@ int spar_read_scale(int dtype, int divide, double factor, spar_scale *scale);
  * have 16 bytes. summed: 1 if the output is a sum over the tensor's first dim, else 0. */
 PyObject *spar_output_tensor(spar_memory *block, const spar_plan_tensor *tensor, int summed, int dtype);
 
-/* (text, (rest, dim, size)): see spar_gathered. */
+/* (text, (rest, dim, size)): see spar_gathered_size. */
 PyObject *spar_py_description(const spar_description *description);
 
 /* The type spar._C.Comm, and its maker. */

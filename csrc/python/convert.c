@@ -110,7 +110,7 @@ PyObject *spar_result(spar_status status)
 
 PyObject *spar_py_description(const spar_description *description)
 {
-    const spar_gathered *gathered = &description->gathered;
+    const spar_gathered_size *gathered = &description->gathered;
     char text[SPAR_GROUP_TEXT + 1] = "";
     memcpy(text, description->text, SPAR_GROUP_TEXT); /* a call may be writing it */
     return Py_BuildValue("N(LLL)", spar_text(text), (long long)gathered->rest, (long long)gathered->dim,

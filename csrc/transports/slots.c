@@ -24,10 +24,10 @@ int spar_torch_serves(const spar_peer_info *info, int world, int first_rank, cha
     return 1;
 }
 
-void spar_call_describe(const void *context, char *text, size_t size, spar_gathered *gathered)
+void spar_call_describe(const void *context, char *text, size_t size, spar_gathered_size *gathered)
 {
     const spar_call *call = context;
-    *gathered = (spar_gathered){0};
+    *gathered = (spar_gathered_size){0};
     if (call->failed != SPAR_OK) {
         snprintf(text, size, "failed: %s", call->why);
         return;

@@ -67,7 +67,7 @@ typedef struct {
 
 /* The spar_describe of a spar_call: one line (spar_plan_describe_call), or why the call failed; and what this
  * rank holds of the dim that the call gathers. */
-void spar_call_describe(const void *call, char *text, size_t size, spar_gathered *gathered);
+void spar_call_describe(const void *call, char *text, size_t size, spar_gathered_size *gathered);
 
 /* What a rank has on its device. */
 typedef struct {

@@ -17,7 +17,7 @@ import torch
 from .. import _C
 from ..errors import MismatchError, OutOfMemoryError
 from . import collectives
-from .mismatch import Gathered, gathered_sizes, mismatch
+from .mismatch import GatheredSize, gathered_sizes, mismatch
 from .state import OVER, SHARED, GroupState
 
 TEXT = _C.TEXT_BYTES
@@ -36,7 +36,7 @@ def agree(
     group: GroupState,
     op: str,
     step: int,
-    describe: Callable[[], tuple[str, Gathered | None]],
+    describe: Callable[[], tuple[str, GatheredSize | None]],
     deadline: float,
     data: bytes = b"",
     forward: int = 0,
@@ -74,7 +74,7 @@ def agree(
             kind = OutOfMemoryError if status == _OUT_OF_MEMORY else MismatchError
             text = f"{group.title(op)}: rank {rank} failed: {texts[rank]}"
             raise kind(text, **group.where(op), ranks=(rank,))
-    gathered = [Gathered(*row[TEXT:].view(torch.int64).tolist()) for row in descriptions]
+    gathered = [GatheredSize(*row[TEXT:].view(torch.int64).tolist()) for row in descriptions]
     raise mismatch(group, op, texts, gathered_sizes(gathered))
 
 
@@ -83,9 +83,9 @@ def compare(
 ) -> None:
     """Raise on all ranks if they do not make the same call, or one failed."""
 
-    def describe() -> tuple[str, Gathered]:
+    def describe() -> tuple[str, GatheredSize]:
         text, gathered = plan.describe(core.op, core.text, number, forward)
-        return text, Gathered(*gathered)
+        return text, GatheredSize(*gathered)
 
     agree(group, core.op, plan.signature(core.text), describe, deadline, forward=forward)
 
@@ -107,7 +107,7 @@ def _header(group: GroupState, step: int, status: int, data: bytes = b"", forwar
     return torch.frombuffer(packed, dtype=torch.int64)
 
 
-def _row(text: str, gathered: Gathered | None = None) -> torch.Tensor:
+def _row(text: str, gathered: GatheredSize | None = None) -> torch.Tensor:
     encoded = bytearray(text.encode(errors="replace")[:TEXT].ljust(TEXT, b"\0"))
     numbers = torch.tensor(gathered or (0, 0, 0), device="cpu")
     return torch.cat((torch.frombuffer(encoded, dtype=torch.uint8), numbers.view(torch.uint8)))

@@ -101,7 +101,7 @@ def mismatch(
 # ---- the sizes to pass ----
 
 
-class Gathered(NamedTuple):
+class GatheredSize(NamedTuple):
     """What a rank holds of the gathered dim: csrc/plan/plan.h. Another process may have sent it."""
 
     rest: int  # equal on ranks whose calls differ only in `size`; 0: the call has no such dim
@@ -109,7 +109,7 @@ class Gathered(NamedTuple):
     size: int
 
 
-def gathered_sizes(calls: list[Gathered]) -> tuple[int, list[int]] | None:
+def gathered_sizes(calls: list[GatheredSize]) -> tuple[int, list[int]] | None:
     """Return the gathered dim and each rank's size of it, if the calls differ only in that."""
     first = calls[0]
     if first.rest == 0 or any(call[:2] != first[:2] for call in calls):
@@ -155,7 +155,7 @@ def explained(group: GroupState, core: _C.Comm, op: str, error: SparError) -> Sp
     if isinstance(error, MismatchError):
         calls = [call for *_, call in core.ranks() if call is not None]
         if len(calls) == group.world:
-            sizes = gathered_sizes([Gathered(*gathered) for _, gathered in calls])
+            sizes = gathered_sizes([GatheredSize(*gathered) for _, gathered in calls])
             if all(text for text, _ in calls):
                 return mismatch(group, op, [text for text, _ in calls], sizes)
     if isinstance(error, ExchangeTimeoutError):

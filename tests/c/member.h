@@ -105,7 +105,7 @@ static inline void take_parcel(void *context, int rank)
     m->arrived[rank]++;
 }
 
-static inline void describe(const void *call, char *text, size_t size, spar_gathered *gathered)
+static inline void describe(const void *call, char *text, size_t size, spar_gathered_size *gathered)
 {
     memset(gathered, 0, sizeof *gathered);
     snprintf(text, size, "%s", (const char *)call);

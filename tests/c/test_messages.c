@@ -27,7 +27,7 @@ typedef struct {
     uint32_t kind, call, status, unused;
     union {
         spar_ranks ranks;
-        spar_gathered gathered;
+        spar_gathered_size gathered;
         spar_last_call waits;
     };
     char text[SPAR_GROUP_TEXT];

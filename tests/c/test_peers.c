@@ -59,7 +59,7 @@ static spar_deadline soon(void)
 
 /* ---- groups ---- */
 
-static void describe_call(const void *call, char *text, size_t size, spar_gathered *gathered)
+static void describe_call(const void *call, char *text, size_t size, spar_gathered_size *gathered)
 {
     (void)call;
     (void)gathered;

@@ -220,7 +220,7 @@ static void fail_together(spar_comm *comm)
         EXPECT(strcmp(spar_last_error(), "rank 1 failed: an injected failure") == 0);
 }
 
-static void describe_call(const void *call, char *text, size_t size, spar_gathered *gathered)
+static void describe_call(const void *call, char *text, size_t size, spar_gathered_size *gathered)
 {
     (void)call;
     (void)gathered;
