@@ -234,9 +234,7 @@ class Exchange:
             if x.is_neg() or x.is_conj():
                 inputs = [x.resolve_conj().resolve_neg() for x in inputs]
                 break
-        outputs: list[Any] = group.in_turn(
-            self.name, device, None, core, inputs, outs, forward, False, queued
-        )
+        outputs: list[Any] = group.exchange(self.name, device, core, inputs, outs, forward, False, queued)
         return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
 
     def again(self, inputs: Tensors) -> Tensors:
@@ -258,7 +256,7 @@ class Exchange:
             except RuntimeError:  # of a nested tensor, which the checks refuse
                 raise Unlike from None
         group: Any = self.group
-        outputs: list[Any] | None = group.in_turn(self.name, device, None, core, inputs, None, 0, True)
+        outputs: list[Any] | None = group.exchange(self.name, device, core, inputs, None, 0, True)
         if outputs is None:
             raise Unlike
         return outputs if kind else self._finish(outputs, None, dtype)

@@ -21,7 +21,7 @@ from .._control import collectives, fork
 from .._control.agreement import announce_failure, failure_text, is_out_of_memory, is_reported, mark_reported
 from .._control.mismatch import add_advice, explained
 from .._control.state import LOCAL, OVER, SHARED, GroupState, Place, Transport
-from .._transports.channel import Channel
+from .._transports.channel import Channel, Run
 from ..errors import GroupBrokenError, SparError, TransportError
 from . import setup
 from .log import failed, logged
@@ -72,29 +72,29 @@ class Group(GroupState):
         """Return how many calls this rank has made, those in flight included."""
         return self.calls if self.queue is None else self.queue.count()
 
-    def in_turn(
+    def exchange(
         self,
         op: str,
         device: str | None,
-        action: Callable[[float], Any] | None,
-        core: Any = None,
+        core: Any,
         inputs: Sequence[torch.Tensor] = (),
         outs: Sequence[torch.Tensor] | None = None,
         forward: Any = 0,
         alike: bool = False,
         queued: bool = False,
+        action: Callable[[float], Any] | None = None,
     ) -> Any:
-        """Return action(deadline), or run an exchange, in its turn among this rank's calls on the group.
+        """Run one exchange in its turn among this rank's calls on the group; set the group up if it is not.
 
         An exception is reported to the peers as the failure of this rank's call, or breaks the group.
 
         Args:
             op: the operation's name.
             device: the type of the device where the call's tensors lie; None: not known.
-            action: None for an exchange, for which the group is set up if it is not yet.
-            core, inputs, outs, forward, alike: of an exchange, as in `Channel.exchange`. Where that returns
-                None, it was no call.
+            core, inputs, outs, forward, alike: as in `Channel.exchange`. Where that returns None, it was no
+                call.
             queued: it is the turn of a call in flight; others wait until none is before them.
+            action: what `in_turn` runs instead. One function serves both, because an exchange enters few.
         """
         thread = threading.get_ident()
         registry = self._registry
@@ -128,26 +128,14 @@ class Group(GroupState):
                     self.newest = core
                     if self.view is not None and not forward and not queued:
                         forward = self.view.word
-                    run: Any = channel.exchange
-                    if is_profiled():
-                        run = functools.partial(profiled, self, channel)
-                    if self.logs_calls:
-                        run = functools.partial(logged, self, channel, run)
+                    run = self._observed(channel) if self.logs_calls or is_profiled() else channel.exchange
                     outputs = run(core, inputs, outs, forward, alike, number, deadline)
                     if outputs is None:
                         self.calls = before
                     return outputs
                 except BaseException as error:
-                    if self.calls != before and self.core_has(self.calls):
-                        self.progress = OVER
-                    result = self._explained(op, device, error)
-                    try:
-                        self._account(op, device, result, before, "", deadline)
-                        if result is error:
-                            raise
-                        raise result from None
-                    finally:
-                        del result  # its traceback has this frame, which would keep the tensors
+                    self._fail_call(op, device, error, before, deadline)
+                    raise
                 finally:
                     self._owner = None
         except BaseException as error:
@@ -157,6 +145,34 @@ class Group(GroupState):
         finally:
             if self._closes:
                 self._close_when_idle()
+
+    def in_turn(
+        self, op: str, device: str | None, action: Callable[[float], Any], queued: bool = False
+    ) -> Any:
+        """Return action(deadline), which has its turn and fails as an `exchange` does, but is no call."""
+        return self.exchange(op, device, None, queued=queued, action=action)
+
+    def _observed(self, channel: Channel) -> Run:
+        """Return what runs an exchange on a channel, and shows it in the profile and in the log."""
+        run = functools.partial(profiled, self, channel) if is_profiled() else channel.exchange
+        return functools.partial(logged, self, channel, run) if self.logs_calls else run
+
+    def _fail_call(
+        self, op: str, device: str | None, error: BaseException, before: int, deadline: float
+    ) -> None:
+        """Report what ended a call, or break the group; raise what explains an error of the core.
+
+        before: how many calls there were before this one.
+        """
+        if self.calls != before and self.core_has(self.calls):
+            self.progress = OVER
+        result = self._explained(op, device, error)
+        try:
+            self._account(op, device, result, before, "", deadline)
+            if result is not error:
+                raise result from None
+        finally:
+            del result  # its traceback has this frame, which would keep the tensors
 
     def enqueue(self, op: str, action: Callable[[], None]) -> Job:
         """Run an action that makes one queued exchange, in its turn, on the group's own thread.

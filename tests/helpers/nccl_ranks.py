@@ -173,7 +173,7 @@ def enqueue(
     channel: Any = comm.channels["cuda"]
     tensors: Any = [OnDevice(each, channel.device.index) for each in (x, output)]
     _kept.append((x, output))  # unlike CUDA's, CPU memory may be reused as soon as it is freed
-    comm.in_turn(op, "cuda", None, core, tensors[:1], tensors[1:])
+    comm.exchange(op, "cuda", core, tensors[:1], tensors[1:])
     return output
 
 

@@ -86,7 +86,7 @@ def exchange(comm: Group, op: str, args: tuple[int, ...], xs: list[torch.Tensor]
     text = f" of {xs[0].dtype} on cuda"
     core = _C.Exchange(op, text, comm.world, comm.rank, xs[0].element_size(), layouts, *codes)
     inputs: Any = [OnDevice(x) for x in xs]
-    outputs: list[Any] = comm.in_turn(op, "cuda", None, core, inputs)
+    outputs: list[Any] = comm.exchange(op, "cuda", core, inputs)
     _kept.append([*xs, *[each for each in outputs if isinstance(each, torch.Tensor)]])
     return outputs
 
