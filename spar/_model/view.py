@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -187,19 +187,33 @@ class View(Mode, TorchFunctionMode):
         args, kwargs = replaced(args, kwargs, plan.replaced)
         out = step.run(*args, **kwargs)
         if step.result is None:
-            step.result = step.find_result(function.name, out)
-            step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
-            step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
-            step.writes = function.is_inplace
-            if key is not None and not plan.moves:
-                rest = step if step.copies or step.may_copy or step.writes else None
-                run, pairs = step.run, plan.replaced
-                if was_bound:
-                    run, pairs = function.with_binding(run, pairs), ()
-                if not (was_bound and rest):  # which reads the first argument by its position
-                    self._remember(key, run, pairs, step.result, rest)
+            self._learn(key, step, function, was_bound, args, base, out)
         mark_results(out, step.result)
         return out if step.writes else self._finish(step, base, out)
+
+    def _learn(
+        self,
+        key: tuple[Any, ...] | None,
+        step: Step,
+        function: Function,
+        was_bound: bool,
+        args: Any,
+        base: Any,
+        out: Any,
+    ) -> None:
+        """Find what a plan's results are where it first runs; let `Mode` run calls that need no more."""
+        plan = cast(Plan, step.plan)
+        step.result = step.find_result(function.name, out)
+        step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
+        step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
+        step.writes = function.is_inplace
+        if key is None or plan.moves:
+            return
+        rest = step if step.copies or step.may_copy or step.writes else None
+        if not was_bound:
+            self._remember(key, step.run, plan.replaced, step.result, rest)
+        elif rest is None:  # else the first argument is read by its position
+            self._remember(key, function.with_binding(step.run, plan.replaced), (), step.result, None)
 
     def _finish(self, step: Step, base: Any, out: Any) -> Any:
         """Return a call's results after what is to be done for them; base: its first argument."""
