@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -254,12 +255,8 @@ class Trace(TorchFunctionMode):
         frame: Any = sys._getframe(3)
         while frame is not None and (place is None or module is None):
             code = frame.f_code
-            if place is module is None and code.co_filename.startswith(_DISTRIBUTED):
-                # What FSDP exchanges, and what collectives of objects pickle, is this rank's alone.
-                is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
-                is_shown = os.path.basename(code.co_filename) in _COLLECTIVES
-                if not (is_collective and is_shown) or "_object" in code.co_name:
-                    return None
+            if place is module is None and _is_of_this_rank(func, code):
+                return None
             if place is None and not code.co_filename.startswith(_PASSING):
                 if code.co_filename.startswith(_SPAR):
                     return None
@@ -412,6 +409,15 @@ def _is_plain(x: Tensor) -> bool:
     """Whether a tensor's elements can be read: no subclass, such as a mask of spans, and no fake tensor."""
     is_known = type(x) is Tensor or isinstance(x, torch.nn.Buffer | Parameter)
     return is_known and x.layout == torch.strided and x.device.type != "meta" and not x.is_quantized
+
+
+def _is_of_this_rank(func: Any, code: CodeType) -> bool:
+    """Whether code of torch.distributed calls a function for this rank alone: FSDP, or a pickled object's."""
+    if not code.co_filename.startswith(_DISTRIBUTED):
+        return False
+    is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+    is_shown = is_collective and os.path.basename(code.co_filename) in _COLLECTIVES
+    return not is_shown or "_object" in code.co_name
 
 
 def _name_of_node(node: Any) -> str:
