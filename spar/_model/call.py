@@ -101,6 +101,11 @@ class FunctionCall:
         return part_of(self.input)
 
     @property
+    def has_later_part(self) -> bool:
+        """Whether a tensor behind the first argument is a part."""
+        return any(part_of(x) is not None for x in self.tensors[1:])
+
+    @property
     def has_uneven(self) -> bool:
         """Whether an argument is a part of an `Uneven` sequence."""
         return any(map(is_uneven, self.tensors))
@@ -137,6 +142,21 @@ def rule(names: str, *, uneven: bool = False) -> Callable[[Rule], Rule]:
         if uneven:
             SERVE_UNEVEN.add(function)
         return function
+
+    return register
+
+
+def part_rule(
+    names: str, *, uneven: bool = False
+) -> Callable[[Callable[[FunctionCall, Part], Plan | None]], Rule]:
+    """Register a rule for calls whose first argument is a part, which it receives; others run whole."""
+
+    def register(function: Callable[[FunctionCall, Part], Plan | None]) -> Rule:
+        def of_first(call: FunctionCall) -> Plan | None:
+            part = call.part
+            return None if part is None else function(call, part)
+
+        return rule(names, uneven=uneven)(of_first)
 
     return register
 

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, are_ints, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
 from ..moving import cut, within
 from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
 
 
-@rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind", uneven=True)
-def split(call: FunctionCall) -> Plan | None:
-    x, part = call.input, call.part
-    if part is None or x.dim() == 0:
+@part_rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind", uneven=True)
+def split(call: FunctionCall, part: Part) -> Plan | None:
+    x = call.input
+    if x.dim() == 0:
         return None
     (dim,) = call.dims(x, call.get(1 if call.name == "unbind" else 2, "dim", default=0))
     if dim != part.dim:
@@ -104,11 +104,8 @@ def _cut(part: Part, first: int, end: int) -> tuple[int, int, Part]:
     )
 
 
-@rule("narrow", uneven=True)
-def narrow(call: FunctionCall) -> Plan | None:
-    part = call.part
-    if part is None:
-        return None
+@part_rule("narrow", uneven=True)
+def narrow(call: FunctionCall, part: Part) -> Plan | None:
     (dim,) = call.dims(call.input, call.get(1, "dim"))
     start, length = call.get(2, "start"), call.get(3, "length")
     if dim != part.dim:
@@ -121,11 +118,8 @@ def narrow(call: FunctionCall) -> Plan | None:
     return Plan(piece, run=lambda x, *_, **__: take(x))
 
 
-@rule("select", uneven=True)
-def select(call: FunctionCall) -> Plan | None:
-    part = call.part
-    if part is None:
-        return None
+@part_rule("select", uneven=True)
+def select(call: FunctionCall, part: Part) -> Plan | None:
     (dim,) = call.dims(call.input, call.get(1, "dim"))
     return None if dim == part.dim else Plan(part.at(part.dim - (dim < part.dim)))
 
@@ -312,15 +306,14 @@ def _joined(call: FunctionCall, tensors: list[Tensor], dim: int) -> int | None:
     return call.parts.length(total)
 
 
-@rule("roll")
-def roll(call: FunctionCall) -> Plan | None:
-    part, dim = call.part, call.get(2, "dims")
-    if part is None or dim is None or dim == () or part.dim in call.dims(call.input, dim):
+@part_rule("roll")
+def roll(call: FunctionCall, part: Part) -> Plan | None:
+    dim = call.get(2, "dims")
+    if dim is None or dim == () or part.dim in call.dims(call.input, dim):
         return None
     return Plan(part)
 
 
-@rule("flip")
-def flip(call: FunctionCall) -> Plan | None:
-    part = call.part
-    return None if part is None or part.dim in call.dims(call.input, call.sizes(1, "dims")) else Plan(part)
+@part_rule("flip")
+def flip(call: FunctionCall, part: Part) -> Plan | None:
+    return None if part.dim in call.dims(call.input, call.sizes(1, "dims")) else Plan(part)

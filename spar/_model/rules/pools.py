@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gather import all_gather
-from ..call import FunctionCall, Plan, are_ints, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..part import Part, in_order_of
 from ..sums import sum_over_ranks
 from .windows import each, on_rows, one_run, windowed
@@ -25,11 +25,11 @@ def fewer(part: Part, times: int) -> tuple[Part, Part] | None:
     return found, part.parts.part(found.dim, found.lengths, found.outer, found.inner // times)
 
 
-@rule("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d")
-def pool(call: FunctionCall) -> Plan | None:
+@part_rule("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d")
+def pool(call: FunctionCall, part: Part) -> Plan | None:
     """Reduce blocks of rows where they lie, or windows of rows, for an even part of the result."""
-    x, part, dims, is_max = call.input, call.part, int(call.name[-2]), call.name.startswith("max")
-    if part is None or (is_max and call.get(6, "return_indices")):
+    x, dims, is_max = call.input, int(call.name[-2]), call.name.startswith("max")
+    if is_max and call.get(6, "return_indices"):
         return None
     kernel, stride, padding = (call.get(1 + i, n) for i, n in enumerate(("kernel_size", "stride", "padding")))
     sizes, sides = each(kernel, dims), each(padding or 0, dims)
@@ -72,13 +72,11 @@ def _lowest(x: Tensor) -> float:
 _ADAPTIVE = " ".join(f"adaptive_{kind}_pool{dims}d" for kind in ("avg", "max") for dims in (1, 2, 3))
 
 
-@rule(_ADAPTIVE)
-def adaptive(call: FunctionCall) -> Plan | None:
+@part_rule(_ADAPTIVE)
+def adaptive(call: FunctionCall, part: Part) -> Plan | None:
     """Reduce each window where its row of the result is, or all rows on their ranks, and then the ranks'."""
-    x, part, dims, is_max = call.input, call.part, int(call.name[-2]), "max" in call.name
-    if part is None or (
-        is_max and (call.get(2, "return_indices") or call.function is not getattr(F, call.name))
-    ):
+    x, dims, is_max = call.input, int(call.name[-2]), "max" in call.name
+    if is_max and (call.get(2, "return_indices") or call.function is not getattr(F, call.name)):
         return None  # torch's own return indices, too
     function, dim, axis, whole = call.function, part.dim, part.dim - x.dim() + dims, part.whole
     sizes = each(call.get(1, "output_size"), dims)

@@ -9,7 +9,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, moves_to, rule
+from ..call import FunctionCall, Plan, moves_to, part_rule, rule
 from ..part import Part, part_of, whole_numel, whole_shape
 from ..sums import sum_over_ranks
 from .rows import reduced
@@ -25,10 +25,10 @@ def shared(whole: int, part: Part) -> tuple[int, int]:
     return whole // max(part.whole, 1) * part.local, whole
 
 
-@rule("linear")
-def linear(call: FunctionCall) -> Plan | None:
-    x, weight, part = call.input, call.get(1, "weight"), call.part
-    if part is None or part.dim == x.dim() - 1 or any(part_of(t) is not None for t in call.tensors[1:]):
+@part_rule("linear")
+def linear(call: FunctionCall, part: Part) -> Plan | None:
+    x, weight = call.input, call.get(1, "weight")
+    if part.dim == x.dim() - 1 or call.has_later_part:
         return None
     return Plan(part, work=work(x.numel() * weight.size(0), x, part))
 
@@ -154,17 +154,10 @@ def _terms(equation: str, operands: list[Tensor]) -> tuple[list[str], str] | Non
     return each, output.replace("...", free)
 
 
-@rule("layer_norm rms_norm")
-def norm(call: FunctionCall) -> Plan | None:
-    x, part = call.input, call.part
-    dims = call.get(1, "normalized_shape")
-    if (
-        part is None
-        or part.dim >= x.dim() - len(dims)
-        or any(part_of(t) is not None for t in call.tensors[1:])
-    ):
-        return None
-    return Plan(part)
+@part_rule("layer_norm rms_norm")
+def norm(call: FunctionCall, part: Part) -> Plan | None:
+    first = call.input.dim() - len(call.get(1, "normalized_shape"))
+    return None if part.dim >= first or call.has_later_part else Plan(part)
 
 
 @rule("embedding")

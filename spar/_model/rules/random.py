@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
+from ..call import FunctionCall, Plan, part_rule
 from ..part import Part, memory_order, whole_shape
 
 
@@ -17,19 +17,15 @@ def draws(call: FunctionCall) -> bool:
     return bool(call.get(1, "p", default=0.5) and call.get(2, "training", "train", default=True))
 
 
-@rule("rand_like randn_like randint_like")
-def like(call: FunctionCall) -> Plan | None:
-    part = call.part
-    if part is None:
-        return None
+@part_rule("rand_like randn_like randint_like")
+def like(call: FunctionCall, part: Part) -> Plan | None:
     function = call.function
     return Plan(part, run=lambda x, *args, **kwargs: _drawn(part, x, lambda e: function(e, *args, **kwargs)))
 
 
-@rule("normal_ uniform_ bernoulli_ random_ exponential_")
-def in_place(call: FunctionCall) -> Plan | None:
-    part = call.part
-    if part is None or len(call.tensors) > 1:
+@part_rule("normal_ uniform_ bernoulli_ random_ exponential_")
+def in_place(call: FunctionCall, part: Part) -> Plan | None:
+    if len(call.tensors) > 1:
         return None
     function = call.function
 
@@ -39,12 +35,10 @@ def in_place(call: FunctionCall) -> Plan | None:
     return Plan(part, run=run)
 
 
-@rule("dropout dropout_")
-def dropout(call: FunctionCall) -> Plan | None:
+@part_rule("dropout dropout_")
+def dropout(call: FunctionCall, part: Part) -> Plan | None:
     """Multiply by what dropout makes of ones of the whole shape."""
-    part, function, is_inplace = call.part, call.function, call.is_inplace
-    if part is None:
-        return None
+    function, is_inplace = call.function, call.is_inplace
     if not draws(call):
         return Plan(part)
     if call.get(3, "inplace", default=False):

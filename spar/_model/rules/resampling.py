@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, are_ints, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..part import Part, mark, whole_shape
 from .pools import fewer
 from .windows import along, each, format_of, on_rows, windowed
@@ -23,11 +23,11 @@ _RAMPS = dict.fromkeys(("linear", "bilinear", "trilinear"), "linear") | {
 }
 
 
-@rule("interpolate")
-def interpolate(call: FunctionCall) -> Plan | None:
+@part_rule("interpolate")
+def interpolate(call: FunctionCall, part: Part) -> Plan | None:
     """Repeat rows by a factor that rounds to the same rows on each rank, or make each of one or two rows."""
-    x, part = call.input, call.part
-    if part is None or part.dim == 1:
+    x = call.input
+    if part.dim == 1:
         return None
     function, axis, dims, whole = call.function, part.dim - 2, x.dim() - 2, whole_shape(x)[part.dim]
     arguments = inspect.signature(F.interpolate)
@@ -110,12 +110,11 @@ def _places(
     return function(ramp, **{**given, **along_axis}).flatten().cpu()
 
 
-@rule("pixel_shuffle pixel_unshuffle")
-def pixels(call: FunctionCall) -> Plan | None:
+@part_rule("pixel_shuffle pixel_unshuffle")
+def pixels(call: FunctionCall, part: Part) -> Plan | None:
     """Exchange rows with channels of the same rank."""
-    x, part = call.input, call.part
-    times = call.get(1, "upscale_factor", "downscale_factor")
-    if part is None or part.is_padded or part.dim == x.dim() - 3 or not are_ints((times,)):
+    x, times = call.input, call.get(1, "upscale_factor", "downscale_factor")
+    if part.is_padded or part.dim == x.dim() - 3 or not are_ints((times,)):
         return None
     found: tuple[Part, Part] | None = part, part
     if part.dim > x.dim() - 3:

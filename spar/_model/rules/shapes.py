@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..call import FunctionCall, Plan, are_ints, moves_to, rule
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
 from ..part import Part, whole_shape
 
 _EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
@@ -112,14 +112,14 @@ def _to(sizes: list[int], name: str) -> Any:
     return lambda x, *_, **__: x.view(sizes)
 
 
-@rule(
+@part_rule(
     "transpose transpose_ swapaxes swapdims permute movedim moveaxis t get_T get_mT get_H get_mH adjoint",
     uneven=True,
 )
-def reordered(call: FunctionCall) -> Plan | None:
+def reordered(call: FunctionCall, part: Part) -> Plan | None:
     """Find where the dim of tokens goes by a tensor without elements, whose sizes name its dims."""
-    x, part = call.input, call.part
-    if part is None or call.is_inplace:
+    x = call.input
+    if call.is_inplace:
         return None
     probe = torch.empty([0, *range(2, x.dim() + 1)] if x.dim() else [], device="meta")
     sizes = list(probe.size())
@@ -131,22 +131,17 @@ def _but_input(call: FunctionCall) -> dict[str, Any]:
     return {name: value for name, value in call.kwargs.items() if name not in ("input", "self")}
 
 
-@rule("unsqueeze", uneven=True)
-def unsqueeze(call: FunctionCall) -> Plan | None:
-    x, part = call.input, call.part
-    if part is None:
-        return None
-    dim = call.get(1, "dim") % (x.dim() + 1)
+@part_rule("unsqueeze", uneven=True)
+def unsqueeze(call: FunctionCall, part: Part) -> Plan | None:
+    dim = call.get(1, "dim") % (call.input.dim() + 1)
     return Plan(part.at(part.dim + (dim <= part.dim)))
 
 
-@rule("squeeze", uneven=True)
-def squeeze(call: FunctionCall) -> Plan | None:
+@part_rule("squeeze", uneven=True)
+def squeeze(call: FunctionCall, part: Part) -> Plan | None:
     """Drop dims of size 1 of the whole: a dim of tokens may have size 1 on this rank alone."""
-    x, part = call.input, call.part
-    if part is None:
-        return None
-    dim, shape = call.get(1, "dim"), whole_shape(x)
+    x, dim = call.input, call.get(1, "dim")
+    shape = whole_shape(x)
     dims = call.dims(x, dim) if dim is not None else list(range(x.dim()))
     dropped = [d for d in dims if shape[d] == 1]
     if part.dim in dropped:
@@ -169,11 +164,10 @@ def expand(call: FunctionCall) -> Plan | None:
     return Plan(part.at(dim), run=lambda x, *_, **__: x.expand(sizes))
 
 
-@rule("repeat tile", uneven=True)
-def repeat(call: FunctionCall) -> Plan | None:
-    x, part = call.input, call.part
-    times = call.sizes(1, "repeats", "dims")
-    if part is None or not are_ints(times):
+@part_rule("repeat tile", uneven=True)
+def repeat(call: FunctionCall, part: Part) -> Plan | None:
+    x, times = call.input, call.sizes(1, "repeats", "dims")
+    if not are_ints(times):
         return None
     times = [1] * (x.dim() - len(times)) + times
     dim = part.dim + len(times) - x.dim()
@@ -182,10 +176,10 @@ def repeat(call: FunctionCall) -> Plan | None:
     return Plan(part.at(dim).repeated(times[dim], 1))
 
 
-@rule("repeat_interleave", uneven=True)
-def repeat_interleave(call: FunctionCall) -> Plan | None:
-    part, times, dim = call.part, call.get(1, "repeats"), call.get(2, "dim")
-    if part is None or not isinstance(times, int) or dim is None:
+@part_rule("repeat_interleave", uneven=True)
+def repeat_interleave(call: FunctionCall, part: Part) -> Plan | None:
+    times, dim = call.get(1, "repeats"), call.get(2, "dim")
+    if not isinstance(times, int) or dim is None:
         return None
     if call.dims(call.input, dim) != [part.dim]:
         return Plan(part)

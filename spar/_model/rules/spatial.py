@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
-from ..call import FunctionCall, Plan, are_ints, moves_to, rule
-from ..part import Part, in_order_of, part_of
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
+from ..part import Part, in_order_of
 from ..report import multiply_adds
 from .products import shared
 from .windows import along, each, on_rows, one_run, windowed
@@ -34,12 +34,11 @@ class _Window(NamedTuple):
 Strategy = Callable[[Callable[..., Tensor], Tensor], Tensor]
 
 
-@rule("conv1d conv2d conv3d")
-def convolution(call: FunctionCall) -> Plan | None:
+@part_rule("conv1d conv2d conv3d")
+def convolution(call: FunctionCall, part: Part) -> Plan | None:
     """Convolve samples, or rows with those of the neighbours."""
-    x, weight, part = call.input, call.get(1, "weight"), call.part
-    axis = _axis(call)
-    if part is None or axis is None:
+    x, weight, axis = call.input, call.get(1, "weight"), _axis(call, part)
+    if axis is None:
         return None
     amount = multiply_adds(call.name, call.args, call.kwargs)
     window = _window(call, weight, axis) if axis >= 0 else _Window(1, 1, 0)
@@ -47,25 +46,22 @@ def convolution(call: FunctionCall) -> Plan | None:
         return Plan(part, work=shared(amount, part))
     if window is None:
         return None
-    found = _halo(part, window)
-    moved_to = one_run(part) if found is None and window.stride == 1 else None
-    if moved_to is not None:
-        found, part = _halo(moved_to, window), moved_to
+    found, own = _halo(part, window), part
+    in_run = one_run(part) if found is None and window.stride == 1 else None
+    if in_run is not None:
+        found, own = _halo(in_run, window), in_run
     if found is None:
-        return _windows(call, axis, window, amount)
+        return _windows(call, part, axis, window, amount)
     result, before, after = found
-    rows = _edged(part, window) or _in_halo(part, window, before, after, result.padding[1])
+    rows = _edged(own, window) or _in_halo(own, window, before, after, result.padding[1])
     run = _convolved(call.function, axis, rows)
-    return Plan(result, moves_to(call, [(x, part)]), run=run, work=shared(amount, part))
+    return Plan(result, moves_to(call, [(x, own)]), run=run, work=shared(amount, own))
 
 
-def _axis(call: FunctionCall) -> int | None:
+def _axis(call: FunctionCall, part: Part) -> int | None:
     """Return the spatial dim that the input is a part of, below 0 for samples; None for channels."""
-    x, weight, part = call.input, call.get(1, "weight"), call.part
-    if part is None or any(part_of(t) is not None for t in call.tensors[1:]):
-        return None
-    axis = part.dim - x.dim() + weight.dim() - 2
-    return None if axis == -1 else axis
+    axis: int = part.dim - call.input.dim() + call.get(1, "weight").dim() - 2
+    return None if axis == -1 or call.has_later_part else axis
 
 
 def _window(call: FunctionCall, weight: Tensor, axis: int) -> _Window | None:
@@ -87,11 +83,9 @@ def _sides(weight: Tensor, padding: Any, dilation: Any) -> list[Any] | None:
     return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
 
 
-def _windows(call: FunctionCall, axis: int, window: _Window, amount: int) -> Plan | None:
+def _windows(call: FunctionCall, part: Part, axis: int, window: _Window, amount: int) -> Plan | None:
     """Convolve, for an even part of the result, the rows that it is made of."""
     span, stride, padding = window
-    part = call.part
-    assert part is not None
     count = (part.whole + 2 * padding - span) // stride + 1
     found = windowed(part, count, lambda a, b: (a * stride - padding, (b - 1) * stride - padding + span))
     if found is None:
@@ -192,11 +186,11 @@ def _edged(part: Part, window: _Window) -> Strategy | None:
     return run
 
 
-@rule("conv_transpose1d conv_transpose2d conv_transpose3d")
-def transposed(call: FunctionCall) -> Plan | None:
+@part_rule("conv_transpose1d conv_transpose2d conv_transpose3d")
+def transposed(call: FunctionCall, part: Part) -> Plan | None:
     """Convolve transposed: each row of the result is a sum over the rows whose windows it lies in."""
-    weight, part, axis = call.get(1, "weight"), call.part, _axis(call)
-    if part is None or axis is None:
+    weight, axis = call.get(1, "weight"), _axis(call, part)
+    if axis is None:
         return None
     amount = multiply_adds(call.name, call.args, call.kwargs)
     if axis < 0:
@@ -255,15 +249,13 @@ def _around(x: Tensor, before: int, after: int) -> Tensor | None:
     return found[0]
 
 
-@rule("pad")
-def pad(call: FunctionCall) -> Plan | None:
+@part_rule("pad")
+def pad(call: FunctionCall, part: Part) -> Plan | None:
     """Pad other dims, or rows of channels [N, C, ...]: the first rank and the last with rows pad theirs.
 
     Other padded sequences are whole: models cut them at fixed strides, which no part has.
     """
-    x, part = call.input, call.part
-    if part is None:
-        return None
+    x = call.input
     padding, mode = list(call.get(1, "pad", default=())), call.get(2, "mode", default="constant")
     if not are_ints(padding):
         return None
@@ -272,10 +264,10 @@ def pad(call: FunctionCall) -> Plan | None:
     if before or after:
         if part.dim < 2:
             return None
-        if part.rows is None:
-            part = one_run(part)
-        if part is None or min(before, after) < 0 or not part.tokens:
+        in_run = one_run(part) if part.rows is None else part
+        if in_run is None or min(before, after) < 0 or not in_run.tokens:
             return None
+        part = in_run
         least = {"constant": 0, "replicate": 1, "reflect": max(before, after) + 1}.get(mode)
         if least is None or min(part.sizes[0], part.sizes[part.last]) < least:
             return None

@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
-from ..part import Part, part_of, whole_shape
+from ..call import FunctionCall, Plan, part_rule
+from ..part import Part, whole_shape
 from .moments import corrected, moments
 from .windows import format_of, on_rows
 
 
-@rule("group_norm")
-def group_norm(call: FunctionCall) -> Plan | None:
-    part = call.part
-    if part is None or part.dim == 1 or any(part_of(t) is not None for t in call.tensors[1:]):
+@part_rule("group_norm")
+def group_norm(call: FunctionCall, part: Part) -> Plan | None:
+    if part.dim == 1 or call.has_later_part:
         return None
     if part.dim == 0:
         return _of_samples(call, part)
@@ -38,15 +37,12 @@ def group_norm(call: FunctionCall) -> Plan | None:
     return Plan(part, run=run)
 
 
-@rule("instance_norm")
-def instance_norm(call: FunctionCall) -> Plan | None:
-    part = call.part
-    # torch.instance_norm has its arguments in another order
-    if part is None or part.dim == 1 or call.function is not F.instance_norm:
+@part_rule("instance_norm")
+def instance_norm(call: FunctionCall, part: Part) -> Plan | None:
+    # torch.instance_norm has its arguments in another order.
+    if part.dim == 1 or call.has_later_part or call.function is not F.instance_norm:
         return None
     if call.get(1, "running_mean") is not None or not call.get(5, "use_input_stats", default=True):
-        return None
-    if any(part_of(t) is not None for t in call.tensors[1:]):
         return None
     if part.dim == 0:
         return _of_samples(call, part)
@@ -66,11 +62,11 @@ def instance_norm(call: FunctionCall) -> Plan | None:
     return Plan(part, run=run)
 
 
-@rule("batch_norm")
-def batch_norm(call: FunctionCall) -> Plan | None:
+@part_rule("batch_norm")
+def batch_norm(call: FunctionCall, part: Part) -> Plan | None:
     """Normalize by running moments, which do not depend on the rows, or by those of all ranks' rows."""
-    x, part = call.input, call.part
-    if part is None or part.dim == 1 or any(part_of(t) is not None for t in call.tensors[1:]):
+    x = call.input
+    if part.dim == 1 or call.has_later_part:
         return None
     if not call.get(5, "training", default=False):
         return Plan(part)
