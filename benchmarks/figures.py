@@ -25,7 +25,7 @@ from bring_up import await_group
 
 import spar
 from spar._commands.bench import report
-from spar._commands.printing import size_text
+from spar._commands.printing import size_text, time_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "figures"
@@ -208,7 +208,7 @@ def operations_table(rows: Sequence[report.Row]) -> str:
         ratio = f"{faster:.{int(faster < 10)}f} x"
         if row.size >= report.SMALL and not report.is_view(row, rows):
             ratio += f", {row.spar.median / row.copy.median:.2f} copy"
-        cell = f"{report.time_text(row.spar.median)} ({ratio})"
+        cell = f"{time_text(row.spar.median)} ({ratio})"
         by_name.setdefault(f"{row.operation}, {row.direction}", {})[row.size] = cell
     for name, cells in by_name.items():
         lines.append(f"| {name} | " + " | ".join(cells.get(size, "") for size in sizes) + " |")

@@ -14,7 +14,7 @@ from typing import Any
 
 import spar
 
-from ..printing import size_text, table
+from ..printing import size_text, table, time_text
 
 LEGEND = """\
 formulation: how many times faster spar is than the usual code over torch.distributed
@@ -126,11 +126,6 @@ def is_view(row: Row, rows: Sequence[Row]) -> bool:
     same = [r for r in rows if (r.operation, r.direction) == (row.operation, row.direction)]
     largest = max(same, key=lambda r: r.size)
     return largest.spar.median < largest.copy.median / 10
-
-
-def time_text(seconds: float) -> str:
-    """Write a time with two or three digits."""
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -4,21 +4,16 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from ...printing import MIB, progress, table
 from ...ranks import Ranks, UsageError
-from ..busy import beside
-from ..report import save
 from . import windows
 from .measure import Layer, Row, measure_balance, measure_memory, measure_outside, measure_steps
+from .report import Bar, Panel, report
 from .ways import GATHER, RING, ULYSSES, USUAL, WHOLE
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -89,14 +84,8 @@ def run(args: Namespace, ranks: Ranks) -> None:
     for tokens in args.tokens:
         measure_memory(tokens, args, [row for row in rows if row.tokens == tokens])
     if ranks.rank == 0:
-        heads = f"{args.heads} heads and {args.key_heads} key heads of {args.width}"
-        placement = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores{beside(args.busy)}"
-        title = f"{placement}, {args.dtype}, {heads}, causal, torch {torch.__version__}"
-        print(title, table_of(rows), sep="\n")
-        results = bars(rows, ranks.world)
-        for claim, worst, most in results:
-            print(f"{claim}: {worst:.3f}, of at most {most}: {'held' if worst <= most else 'MISSED'}")
-        print(save(args.out, title, rows, draw, bars=results))
+        text, results = table_of(rows), bars(rows, ranks.world)
+        report(args, ranks, "causal", rows, text, results, PANELS)
     dist.barrier()
 
 
@@ -123,7 +112,7 @@ def table_of(rows: list[Row]) -> str:
     return table(lines)
 
 
-def bars(rows: list[Row], world: int) -> list[tuple[str, float, float]]:
+def bars(rows: list[Row], world: int) -> list[Bar]:
     """Return what is to be held, the worst figure measured, and the most that it may be."""
     by_name = {(row.tokens, row.way): row for row in rows}
     claims = []
@@ -145,26 +134,8 @@ def bars(rows: list[Row], world: int) -> list[tuple[str, float, float]]:
     return claims
 
 
-def draw(path: Path, rows: list[Row], title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    figure.suptitle(title)
-    panels: list[tuple[str, Callable[[Row], float]]] = [
-        ("a step, seconds", lambda row: row.step),
-        ("outside the kernel, milliseconds", lambda row: row.outside * 1e3),
-        ("peak memory of a rank, MB", lambda row: row.peak / MIB),
-    ]
-    for axes, (meaning, value) in zip(figure.subplots(1, 3), panels, strict=True):
-        for i, way in enumerate(dict.fromkeys(row.way for row in rows)):
-            points = [(row.tokens, value(row)) for row in rows if row.way == way and value(row) > 0]
-            if points:
-                style = "--" if way.startswith("usual") else ":" if way == WHOLE else "-"
-                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=way)
-        axes.set(title=meaning, xlabel="tokens", xscale="log", yscale="log")
-        tokens = sorted({row.tokens for row in rows})
-        axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
+PANELS: tuple[Panel, ...] = (
+    ("a step, seconds", lambda row: row.step),
+    ("outside the kernel, milliseconds", lambda row: row.outside * 1e3),
+    ("peak memory of a rank, MB", lambda row: row.peak / MIB),
+)

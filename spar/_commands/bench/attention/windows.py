@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,9 @@ import spar
 from ...._attention.spans import closed
 from ...printing import MIB, progress, table
 from ...ranks import Ranks
-from ..busy import beside
 from ..measure import reduced
-from ..report import save
 from .measure import peak
+from .report import Bar, Panel, report
 from .ways import GATHER, RING, ULYSSES
 
 TOKENS = (8192, 16384, 32768, 65536)
@@ -128,14 +125,8 @@ def run(args: Namespace, ranks: Ranks) -> None:
     for tokens in progress(args.tokens, len(args.tokens), lambda n: f"{n} tokens", ranks.rank == 0):
         rows += measure(tokens, args)
     if ranks.rank == 0:
-        heads = f"{args.heads} heads and {args.key_heads} key heads of {args.width}"
-        placement = f"{ranks.world} ranks on {len(os.sched_getaffinity(0))} cores{beside(args.busy)}"
-        title = f"{placement}, {args.dtype}, {heads}, a window of {args.window}, torch {torch.__version__}"
-        print(title, table_of(rows), sep="\n")
-        results = bars(rows)
-        for claim, worst, most in results:
-            print(f"{claim}: {worst:.3f}, of at most {most}: {'held' if worst <= most else 'MISSED'}")
-        print(save(args.out, title, rows, draw, bars=results))
+        mask = f"a window of {args.window}"
+        report(args, ranks, mask, rows, table_of(rows), bars(rows), PANELS)
     dist.barrier()
 
 
@@ -158,7 +149,7 @@ def table_of(rows: list[Row]) -> str:
     return f"{table(lines)}\nin brackets: how many times less CPU time than causal attention without a window"
 
 
-def bars(rows: list[Row]) -> list[tuple[str, float, float]]:
+def bars(rows: list[Row]) -> list[Bar]:
     """Return what is to be held, the worst figure measured, and the most that it may be."""
     by_way = {(row.tokens, row.way): row for row in rows}
     claims = []
@@ -172,22 +163,7 @@ def bars(rows: list[Row]) -> list[tuple[str, float, float]]:
     return claims
 
 
-def draw(path: Path, rows: list[Row], title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    panels: list[tuple[str, Callable[[Row], float]]] = [
-        ("CPU time of a step, seconds", lambda row: row.cpu),
-        ("peak memory of a rank, MB", lambda row: row.peak / MIB),
-    ]
-    for axes, (meaning, value) in zip(figure.subplots(1, 2), panels, strict=True):
-        for way in dict.fromkeys(row.way for row in rows):
-            points = [(row.tokens, value(row)) for row in rows if row.way == way and value(row) > 0]
-            if points:
-                style = "-" if way in METHODS else "--"
-                axes.plot(*zip(*points, strict=True), style, marker=".", label=way)
-        axes.set(title=meaning, xlabel="tokens", xscale="log", yscale="log")
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
+PANELS: tuple[Panel, ...] = (
+    ("CPU time of a step, seconds", lambda row: row.cpu),
+    ("peak memory of a rank, MB", lambda row: row.peak / MIB),
+)
