@@ -41,14 +41,16 @@ _GRACE = 10  # intervals: by then a call has left NCCL, unless only an abort end
 
 
 class Device:
-    """This rank's device in a group, and torch's communicator on it, if it has one."""
+    """This rank's device, and torch's communicator on it, if its backend has one that spar can use."""
 
-    def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
-        """Collective: torch makes its communicator in a group's first collective, so there is one here."""
+    def __init__(self, device: torch.device, backend: Any = None) -> None:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.place = torch.device("cuda", self.index)
-        self._backend = _nccl_backend(group.process_group)
-        self._has_property = hasattr(type(self._backend), "comm_ptr")  # torch 2.15
+        self._backend = backend
+        self._has_property = hasattr(type(backend), "comm_ptr")  # torch 2.15
+
+    def connect(self, group: GroupState, op: str, deadline: float) -> None:
+        """Make a collective, in the first of which torch makes its communicator. Collective."""
         if self._backend is not None:
             collectives.first_collective(group, self.place, op, deadline)
 
@@ -95,7 +97,8 @@ class NcclChannel(CoreChannel):
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
         group.progress = SHARED  # torch's first collective on the device
-        self.device = Device(group, device, op, deadline)
+        self.device = Device(device, _nccl_backend(group.process_group))
+        self.device.connect(group, op, deadline)
         group.progress = LOCAL
         place = group.peer_info, group.rank, group.local_ranks, group.name
         native = self.device.native()

@@ -21,7 +21,7 @@ from .. import _C
 from .._control.state import GroupState
 from .core import CoreChannel
 from .cuda import on_device, pooled_empty
-from .nccl import NcclChannel
+from .nccl import Device, NcclChannel
 
 _synchronize = torch.cuda.synchronize
 _MEETING_S = 60.0  # the longest that ranks wait for each other in torch, whose own limit may be hours
@@ -45,17 +45,6 @@ class Slot:
         return self._memory.numel(), *self._handle.buffer_ptrs, *self._handle.signal_pad_ptrs
 
 
-class OwnDevice:
-    """This rank's device; push needs no communicator of torch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.place = torch.device("cuda", self.index)
-
-    def native(self) -> int:
-        return 0
-
-
 class PushChannel(NcclChannel):
     """Calls are given to the current stream, as NCCL's are."""
 
@@ -63,7 +52,7 @@ class PushChannel(NcclChannel):
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
-        self.device: Any = OwnDevice(device)
+        self.device = Device(device)
         self.inside = self.has_native = False
         self._slot: Slot | None = None
         self._place = 0, 0  # the slot's address, and its bytes
