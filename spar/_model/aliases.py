@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .memory import version_of
 from .nested import tensors_in
 from .part import part_of
 
@@ -122,7 +123,7 @@ class Given:
 
     def add(self, whole: Tensor, part: Tensor) -> None:
         if torch._C._has_storage(whole) and whole.untyped_storage()._cdata in self._storages:
-            self._sliced.append((whole, part, _version(part)))
+            self._sliced.append((whole, part, version_of(part)))
 
     def write_back(self, gather: Callable[[Tensor], Tensor], aliases: Aliases) -> None:
         """Give the caller's tensors what blocks changed in place in their parts. Collective."""
@@ -134,12 +135,8 @@ class Given:
         return [
             (whole, part)
             for whole, part, version in self._sliced
-            if aliases.is_stale(whole) or _version(part) != version
+            if aliases.is_stale(whole) or version_of(part) != version
         ]
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version  # which inference tensors do not count
 
 
 def _memory(x: Tensor) -> StorageWeakRef:

@@ -45,3 +45,8 @@ def _is_basic(index: Any) -> bool:
     return all(
         entry is None or entry is Ellipsis or isinstance(entry, (slice, Integral)) for entry in entries
     )
+
+
+def version_of(x: Tensor) -> int | None:
+    """Return how often a tensor was changed; None for inference tensors, which do not count it."""
+    return None if x.is_inference() else x._version

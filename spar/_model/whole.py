@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .aliases import Aliases
 from .gradients import WholeGradients
+from .memory import version_of
 from .moving import moved
 from .nested import changed, tensors_in
 from .part import Parts, part_of, whole_shape
@@ -80,12 +81,12 @@ def run_whole(
     for x in tensors_in(args, kwargs):
         if id(x) not in arguments:
             given = x if part_of(x) is None else _gathered(gather, x)
-            arguments[id(x)] = _Argument(x, given, _version(given), given.grad_fn)
+            arguments[id(x)] = _Argument(x, given, version_of(given), given.grad_fn)
     args, kwargs = changed(lambda x: arguments[id(x)].given, (args, kwargs))
     out = func(*args, **kwargs)
 
     known = {id(x) for x in writes}
-    written = [a for a in arguments.values() if _version(a.given) != a.version or id(a.own) in known]
+    written = [a for a in arguments.values() if version_of(a.given) != a.version or id(a.own) in known]
     of_parts = [a for a in arguments.values() if a.is_part]
     _check(parts, name, written, arguments.values())
     if not is_torch:
@@ -105,10 +106,6 @@ def _gathered(gather: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return gather(x)
     with torch.inference_mode(False), torch.no_grad():
         return gather(x)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _check(parts: Parts, name: str, written: Sequence[_Argument], arguments: Iterable[_Argument]) -> None:
