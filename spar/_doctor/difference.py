@@ -184,7 +184,7 @@ class _Found:
         """Compare what the ranks compute in one process."""
         first = rows[0]
         errors = [relative(apart(row.few, first.few), max(largest(first.few), row.floor)) for row in rows]
-        ranks = tuple([r for r, error in enumerate(errors) if error > self.tolerances[at]])
+        ranks = self._beyond(at, errors)
         if not ranks:
             return None
         text = (
@@ -198,7 +198,7 @@ class _Found:
         errors = [
             0.0 if row.distance is None else relative(row.distance, max(row.scale, row.floor)) for row in rows
         ]
-        ranks = tuple([r for r, error in enumerate(errors) if error > self.tolerances[at]])
+        ranks = self._beyond(at, errors)
         if not ranks:
             return None
         spot, verb, _ = rows[0].key
@@ -210,6 +210,10 @@ class _Found:
         if spot.function in _DRAW_APART:
             text += "\n  if it has dropout, it draws other numbers on each rank: set that to 0 to compare"
         return _made("value", spot, max(errors), ranks, text)
+
+    def _beyond(self, at: int, errors: Sequence[float]) -> tuple[int, ...]:
+        """Return the ranks whose errors in a row exceed its tolerance."""
+        return tuple([rank for rank, error in enumerate(errors) if error > self.tolerances[at]])
 
     def _call_before(self, at: int) -> Spot | None:
         """Return the last call before a row's that was compared."""
