@@ -65,11 +65,16 @@ def implement(name: str, schema: str, kernel: Any, fake: Any) -> None:
 
     schema: its arguments, `{}` behind the last, and `-> Tensor[]`.
     """
-    library.define(name + schema.format(_CHAIN), tags=_TAGS)
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"spar::{name}", fake, lib=library)
+    define_kernel(name, schema.format(_CHAIN), kernel, fake, _TAGS)
     # tracers then chain the exchanges of a graph by tokens: none is dropped, moved or repeated on one rank
     _register_effectful_op(getattr(torch.ops.spar, name).default, _EffectType.ORDERED)
+
+
+def define_kernel(name: str, schema: str, kernel: Any, fake: Any, tags: Any = ()) -> None:
+    """Define an op by its kernel for all devices, and by what it returns for fake tensors."""
+    library.define(name + schema, tags=tags)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"spar::{name}", fake, lib=library)
 
 
 def define(schema: str, function: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._exchange.autocast import no_autocast
-from .._exchange.dispatch import library
+from .._exchange.dispatch import define_kernel
 from .._exchange.observers import have_tangents, is_transformed
 
 TOKENS, COLUMNS = 1024, 4096  # a tile has 16 MB in float32
@@ -189,20 +189,14 @@ def _fake_backward(
     ]
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any) -> None:
-    library.define(name + schema)
-    library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"spar::{name}", fake, lib=library)
-
-
 _INPUTS = "Tensor x, Tensor? weight, Tensor? bias, Tensor labels"
-_define(
+define_kernel(
     "token_logprobs",
     f"({_INPUTS}, Tensor? temperature, int ignore_index) -> Tensor[]",
     _forward,
     _fake,
 )
-_define(
+define_kernel(
     "token_logprobs_backward",
     f"(Tensor[] grads, {_INPUTS}, Tensor entropy, Tensor lse, Tensor? temperature, int ignore_index,"
     " bool[] needs) -> Tensor[]",
