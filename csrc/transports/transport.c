@@ -134,17 +134,14 @@ static int moves(const spar_transport *row, const char *device)
     return !row->device || strcmp(row->device, device) == 0;
 }
 
-spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
-                        const spar_refusal *refused, spar_choice *choice)
+/* Fails unless the peer infos are well-formed, without errors, and of ranks with the same settings. */
+static spar_status check_infos(const spar_peer_info *info, int world, int first_rank)
 {
-    const spar_transport *named = NULL;
-    const char *request = info[0].transport;
-    memset(choice, 0, sizeof *choice);
     for (int rank = 0; rank < world; rank++)
-        if (memchr(info[rank].error, 0, sizeof info[rank].error) == NULL ||
-            memchr(info[rank].version, 0, sizeof info[rank].version) == NULL ||
-            memchr(info[rank].transport, 0, sizeof info[rank].transport) == NULL ||
-            memchr(info[rank].check, 0, sizeof info[rank].check) == NULL)
+        if (memchr(info[rank].error, 0, sizeof info->error) == NULL ||
+            memchr(info[rank].version, 0, sizeof info->version) == NULL ||
+            memchr(info[rank].transport, 0, sizeof info->transport) == NULL ||
+            memchr(info[rank].check, 0, sizeof info->check) == NULL)
             return spar_fail(SPAR_TRANSPORT, "the peer info of rank %d is malformed", rank);
     for (int rank = 0; rank < world; rank++)
         SPAR_TRY(agree("spar's version", rank, info[0].version, info[rank].version));
@@ -152,9 +149,19 @@ spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, c
         if (info[rank].error[0])
             return spar_fail(SPAR_INVALID, "rank %d: %s", first_rank + rank, info[rank].error);
     for (int rank = 0; rank < world; rank++) {
-        SPAR_TRY(agree("SPAR_TRANSPORT", rank, request, info[rank].transport));
+        SPAR_TRY(agree("SPAR_TRANSPORT", rank, info[0].transport, info[rank].transport));
         SPAR_TRY(agree("SPAR_CHECK", rank, info[0].check, info[rank].check));
     }
+    return SPAR_OK;
+}
+
+spar_status spar_choose(const spar_peer_info *info, int world, int first_rank, const char *device,
+                        const spar_refusal *refused, spar_choice *choice)
+{
+    const spar_transport *named = NULL;
+    const char *request = info[0].transport;
+    memset(choice, 0, sizeof *choice);
+    SPAR_TRY(check_infos(info, world, first_rank));
     if (request[0])
         SPAR_TRY(find(request, &named));
     int is_forced = named && request[0] != '^' && moves(named, device);
