@@ -77,6 +77,9 @@ PyObject *spar_comm_type(void);
 PyObject *spar_py_comm(PyObject *module, PyObject *args);
 extern const char spar_py_comm_doc[];
 
+/* A copy of the ranks' peer infos, whose bytes may not be aligned; NULL and an exception on failure. */
+spar_peer_info *spar_py_peer_infos(const char *bytes, Py_ssize_t size);
+
 /* Functions of the module for the set-up of groups. */
 extern PyMethodDef spar_py_setup_methods[];
 

@@ -30,19 +30,17 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     while (*row && strcmp((*row)->name, name) != 0)
         row++;
     int world = (int)(size / (Py_ssize_t)sizeof(spar_peer_info));
-    if (!*row || size % (Py_ssize_t)sizeof(spar_peer_info) || rank < 0 || rank >= world)
-        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d, peer infos of %zd bytes", name, rank,
-                            size);
-    spar_peer_info *info = malloc((size_t)size);
+    if (!*row || rank < 0 || rank >= world)
+        return PyErr_Format(PyExc_ValueError, "transport '%s', rank %d of %d", name, rank, world);
+    spar_peer_info *info = spar_py_peer_infos(bytes, size);
     comm_object *object = info ? PyObject_New(comm_object, comm_type) : NULL;
     if (!object) {
         free(info);
-        return PyErr_NoMemory();
+        return NULL;
     }
     object->comm = NULL;
     object->closing = object->begun = object->compared = 0;
     snprintf(object->group, sizeof object->group, "%s", group);
-    memcpy(info, bytes, (size_t)size);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS; /* it may ask a name server, or compile kernels */
     status =

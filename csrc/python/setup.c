@@ -7,8 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A copy of the ranks' peer infos, whose bytes may not be aligned. */
-static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
+spar_peer_info *spar_py_peer_infos(const char *bytes, Py_ssize_t size)
 {
     if (size == 0 || size % (Py_ssize_t)sizeof(spar_peer_info) != 0) {
         PyErr_Format(PyExc_ValueError, "peer infos of %zd bytes; expected a multiple of %zu", size,
@@ -27,7 +26,7 @@ static spar_peer_info *peer_infos(const char *bytes, Py_ssize_t size)
 static spar_peer_info *only_argument(PyObject *args, Py_ssize_t *size)
 {
     const char *bytes;
-    return PyArg_ParseTuple(args, "y#", &bytes, size) ? peer_infos(bytes, *size) : NULL;
+    return PyArg_ParseTuple(args, "y#", &bytes, size) ? spar_py_peer_infos(bytes, *size) : NULL;
 }
 
 static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *args)
@@ -50,7 +49,7 @@ static PyObject *module_core_share(PyObject *Py_UNUSED(module), PyObject *args)
     int rank, local_ranks;
     if (!PyArg_ParseTuple(args, "y#ii", &bytes, &size, &rank, &local_ranks))
         return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
+    spar_peer_info *info = spar_py_peer_infos(bytes, size);
     if (!info)
         return NULL;
     int world = (int)(size / (Py_ssize_t)sizeof *info);
@@ -75,7 +74,7 @@ static PyObject *module_choose(PyObject *Py_UNUSED(module), PyObject *args)
     for (Py_ssize_t i = 0; i < PyTuple_Size(refusals) && i < 16; i++, refused.count++)
         if (!PyArg_ParseTuple(PyTuple_GetItem(refusals, i), "ss", &refused.names[i], &refused.reasons[i]))
             return NULL;
-    spar_peer_info *info = peer_infos(bytes, size);
+    spar_peer_info *info = spar_py_peer_infos(bytes, size);
     if (!info)
         return NULL;
     spar_status status =
