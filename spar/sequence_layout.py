@@ -391,7 +391,7 @@ class SequenceLayout:
         self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
     ) -> Any:
         arguments: Key = None
-        if (exact or not splits) and type(dim) is int:  # then it is an exchange
+        if (exact or not splits) and type(dim) is int:  # Only such a call exchanges.
             parts, scale = layouts_key(x, None, self), scale_key(grad_scale)
             arguments = None if parts is None or scale is None else (dim, parts, scale)
         output, key = repeat(name, x, self.group, arguments)

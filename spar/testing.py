@@ -29,7 +29,7 @@ from .topology.resolve import Group, process_group
 __all__ = ["Difference", "Entry", "Report", "compare", "diagnose"]
 
 _NAME = "testing.compare"
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of parameters
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # Parts of parameters' names.
 _TOGETHER = 1 << 20  # elements of gradients from which an exchange takes no further one
 _ALIKE = 1e-3  # the relative error from which a gradient is wrong, and up to which it is a factor
 

@@ -38,9 +38,11 @@ _STATES: dict[type[SparError], CallState] = {
 }
 _SLICE = datetime.timedelta(milliseconds=50)
 _DEVICE_SLICE = 0.0005  # seconds
-_EXIT_S = 10.0  # that the process's exit waits for gloo's threads
+# Seconds for which the process's exit waits for gloo's threads.
+_EXIT_S = 10.0
 _PUBLISH_AFTER = 0.5  # seconds of waiting until this rank publishes its call and asks whether a peer gave up
-_CAUSE_S = 1.0  # in which a peer that ended its connections publishes why
+# Seconds in which a peer that ended its connections publishes why.
+_CAUSE_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +147,8 @@ def _translate(
     if "timed out" in lowered or "timeout" in lowered:
         return _give_up(group, op, ExchangeTimeoutError, text, mailboxes)
     lost = any(word in lowered for word in ("closed by peer", "connection reset", "broken pipe", "closed"))
-    if lost and mailboxes is None:  # else the peer would have been seen to be dead
+    # With mailboxes, this rank would have seen that the peer is dead.
+    if lost and mailboxes is None:
         return _give_up(group, op, PeerLostError, text)
     return _give_up(group, op, TransportError, text, mailboxes)
 
@@ -175,7 +178,8 @@ def _ended(
         if not work.is_completed():
             return False
         try:
-            work.wait()  # it ended with the slice: now it reports how
+            # It ended with the slice: this wait raises its failure.
+            work.wait()
         except RuntimeError as reason:
             raise _translate(group, op, reason, deadline, mailboxes) from reason
     return True

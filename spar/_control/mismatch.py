@@ -64,7 +64,7 @@ def _arguments(text: str) -> dict[str, str | None]:
     for i, described in enumerate(tensors):
         which = f" of tensor {i}" if len(tensors) > 1 else ""
         tensor = _TENSOR.fullmatch(described)
-        if tensor is None:  # it was cut
+        if tensor is None:  # The text was cut.
             arguments[f"the layout{which}"] = described
             continue
         arguments[f"the shape of the whole{which or ' tensor'}"] = tensor["shape"]

@@ -142,7 +142,8 @@ class Watch:
                         keys = [f"{any_key}/{number}", f"{_LAST}/{number}"][: 1 + gave_up]
                         if (key := next((key for key in keys if store.check([key])), None)) is not None:
                             *place, of = json.loads(store.get(key))
-                            if of == token or place[-1] != group:  # else of an older group of this name
+                            # Other rows are those of an older group with this name.
+                            if of == token or place[-1] != group:
                                 self.places[peer] = CallStatus.of(*place)
                 self.answered = True
                 self._over.wait(_INTERVAL if gave_up else 10 * _INTERVAL)

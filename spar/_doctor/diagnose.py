@@ -55,7 +55,8 @@ def diagnose(model: torch.nn.Module, step: Callable[[], Any], *, show: bool = Tr
         with _kept(model, parts.group):
             try:
                 sharded.run(step, states)
-            except Exception as raised:  # it is a difference, unless one process raises, too
+            # An error is a difference, unless one process raises it, too.
+            except Exception as raised:
                 error = raised
         whole = Trace(model, sharded)
         with _kept(model, parts.group), _whole(states):

@@ -17,10 +17,11 @@ from ..ops.gather import all_gather
 from .sketches import apart, largest, relative
 from .trace import MAKER, Entry, Key, Spot, Trace
 
-_SMALL = 1e-3  # of the largest gradient: below, one may be what rounding left
+# A gradient below this share of the largest one may be what rounding left.
+_SMALL = 1e-3
 _DRAW_APART = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _MOST_TEXT = 300  # characters that are shown of an error
-_MOST_READERS = 4  # that a text names
+_MOST_READERS = 4  # named in a text
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _Rank(NamedTuple):
     rows: list[_Row]
     parameters: dict[str, tuple[Tensor, Tensor]]
     readers: dict[str, list[Spot]]
-    error: str  # that the sharded run raised
+    error: str  # raised by the sharded run
     newest: Spot | None  # the call in which it did so
 
 

@@ -58,7 +58,8 @@ _NOT_TRACED = {
 _SKIPPED = ("is_", "_c10d_functional")  # the results of the latter may not have arrived
 MAKER = -1  # `times` of what stands for a function of autograd's graph
 _FEW = 4  # numbers by which ranks compare what each has computed whole
-_CANCELLED = 1e-3  # of what a function reads: up to there, what it returns may be what rounding left
+# A result up to this share of what a function reads may be what rounding left.
+_CANCELLED = 1e-3
 _MOST_NODES = 1000  # a graph has between two calls that were seen
 
 
@@ -239,7 +240,8 @@ class Trace(TorchFunctionMode):
         if spot.function.startswith(("empty", "new_empty")) and isinstance(out, Tensor):
             with self._aside():
                 out.zero_()  # what memory held before differs between the runs
-        if out is None:  # it may have changed an argument, as an assignment and a collective do
+        # An assignment or a collective changes an argument, and returns nothing.
+        if out is None:
             self._reads(spot, args, kwargs, "leaves", False)
         self._record(spot, "returns", out, floor)
         return out
@@ -306,10 +308,12 @@ class Trace(TorchFunctionMode):
                     continue
                 entry = self._add(Key(spot, verb, i), x, floor)
                 entry.is_input = verb == "takes"
-                if floor and not entry.tolerance:  # such as of a comparison, which rounding may decide
+                # Rounding may decide a comparison, whose result has no tolerance.
+                if floor and not entry.tolerance:
                     entry.value = None
                 self._known[x] = entry
-                if x.requires_grad and spot != _END:  # in a view an output is a copy, from which no loss is
+                # In a view an output is a copy, and no loss depends on it.
+                if x.requires_grad and spot != _END:
                     self._follow(x, entry)
                     if self.sharded is not None and x.grad_fn is not None:
                         self._makers[x.grad_fn] = entry
@@ -328,7 +332,7 @@ class Trace(TorchFunctionMode):
             entry.is_part = local is not None and local is not x
             if local is not None:
                 entry.value = sketch(local)
-            elif self.local is local_of_view:  # it has another shape
+            elif self.local is local_of_view:
                 entry.value = x.new_zeros(0).double().cpu()
         return entry
 

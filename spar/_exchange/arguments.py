@@ -25,7 +25,8 @@ from .layouts import Args, Layout, by_sizes, even, pair
 from .observers import must_record
 
 Sizes = Sequence[int] | torch.Tensor
-Key = tuple[object, ...] | None  # by which a group remembers an exchange; None: it does not
+# The key by which a group remembers an exchange; None: it does not.
+Key = tuple[object, ...] | None
 _STRIDED = torch.strided
 _LONG = 256  # numbers of a layout, which take longer to compare than what a remembered exchange saves
 
@@ -50,7 +51,8 @@ def not_empty(
     exchanges: int = 1,
 ) -> list[torch.Tensor]:
     """Return the tensors of an operation as a list; report to the peers that they are none, or no list."""
-    is_one = isinstance(tensors, torch.Tensor)  # which would be a list of its rows
+    # A tensor would be iterated as a list of its rows.
+    is_one = isinstance(tensors, torch.Tensor)
     listed = [] if is_one else list(tensors)
     if not listed:
         ranks = ranks_of(group, name)

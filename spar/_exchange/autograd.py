@@ -87,6 +87,7 @@ def apply(exchange: Exchange | Chain, inputs: Tensors) -> Tensors:
     compiles = is_dynamo_compiling()
     if forward_ad._current_level >= 0 or (not compiles and _functorch_transforms()):
         return cast(Tensors, SparTransformed.apply((exchange, exchange.run), *inputs))  # type: ignore[no-untyped-call]
-    if compiles:  # which must see torch's own apply
+    # Dynamo must see torch's own apply.
+    if compiles:
         return cast(Tensors, SparExchange.apply((exchange, exchange.run), *inputs))  # type: ignore[no-untyped-call]
     return apply_plain((exchange, exchange.run), *inputs)

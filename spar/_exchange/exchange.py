@@ -43,7 +43,8 @@ from .observers import _dispatch_modes, _functorch_transforms
 
 Tensors = Sequence[torch.Tensor]
 Scale = tuple[float, bool]  # the factor, and whether it divides
-Number = int | torch.Tensor  # of a call: a tensor in a graph, which does not know it
+# The number of a call; a tensor in a graph, where it is not known.
+Number = int | torch.Tensor
 ONE: Scale = (1.0, False)
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
@@ -53,7 +54,8 @@ ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch
 MOVE = 0  # from one layout to another; the transpose moves back
 GATHER = 1  # shards to the whole on each rank; the transpose sums
 SUM = 2  # adds the ranks' parts of each shard; the transpose gathers
-_GRADIENTS = {MOVE: "recorded", GATHER: "summed", SUM: "gathered"}  # in words, which ranks compare
+# What ranks compare of a gradient, in words.
+_GRADIENTS = {MOVE: "recorded", GATHER: "summed", SUM: "gathered"}
 
 # torch makes a new string each time, which takes 3 times as long
 _type_of = functools.cache(operator.attrgetter("type"))
@@ -230,7 +232,8 @@ class Exchange:
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
             self.prepared = prepared = core, dtype, device, kind, negates
         core, _, _, kind, negates = prepared
-        for x in inputs if negates else ():  # of other dtypes torch is not asked: it releases the GIL
+        # Torch is asked only where it matters, because it releases the GIL.
+        for x in inputs if negates else ():
             if x.is_neg() or x.is_conj():
                 inputs = [x.resolve_conj().resolve_neg() for x in inputs]
                 break
@@ -253,7 +256,7 @@ class Exchange:
         if self.kind == SUM:
             try:
                 inputs = [x.unsqueeze(0) for x in inputs]
-            except RuntimeError:  # of a nested tensor, which the checks refuse
+            except RuntimeError:  # A nested tensor, which the checks refuse.
                 raise Unlike from None
         group: Any = self.group
         outputs: list[Any] | None = group.exchange(self.name, device, core, inputs, None, 0, True)
@@ -271,7 +274,8 @@ class Exchange:
             if not is_cpu:
                 return scaled(part, factor, divide)
         size, code, _, negates = ITEM_TYPES[x.dtype]
-        if negates:  # of other dtypes torch is not asked: it releases the GIL
+        # Torch is asked only where it matters, because it releases the GIL.
+        if negates:
             x = x.resolve_conj().resolve_neg()
         if not is_cpu:
             index = listed_index(args[2:], group.world, group.rank).to(x.device)

@@ -269,7 +269,7 @@ def _packed_index(layout: Layout, world: int, rank: int) -> torch.Tensor:
     if sequences == len(flat):
         numbers = numbers // outer + (torch.arange(outer, device="cpu")[:, None] < numbers % outer)
     table = numbers.reshape(outer, sequences)
-    ends = table.T.reshape(-1).cumsum(0).reshape(sequences, outer)  # in the whole, of each part
+    ends = table.T.reshape(-1).cumsum(0).reshape(sequences, outer)  # where each part ends in the whole
     sizes = table[ring]
     starts = ends[:, ring] - sizes - (sizes.cumsum(0) - sizes)
     # A tensor adds them faster, where it has values.

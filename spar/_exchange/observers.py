@@ -32,7 +32,7 @@ def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
 
 def is_fake(x: torch.Tensor) -> bool:
     """Whether a tensor has no values, or a mode infers shapes alone."""
-    if is_dynamo_compiling():  # which cannot trace the rest
+    if is_dynamo_compiling():  # Dynamo cannot trace the rest.
         return x.is_meta
     return x.is_meta or hasattr(x, "fake_mode") or torch._C._get_dispatch_mode(_FAKE) is not None
 

@@ -85,7 +85,7 @@ def _check(call: Arguments, name: str, out: Any, shape: Sequence[int]) -> None:
         raise call.error(name, f"of strides {list(out.stride())}", "a contiguous tensor")
     if torch.is_grad_enabled() and out.requires_grad:
         raise call.error(name, "a tensor that requires a gradient", "one that does not; or torch.no_grad()")
-    if torch.compiler.is_compiling():  # which writes to it in torch's own copy_
+    if torch.compiler.is_compiling():  # A graph writes to it by torch's own copy_.
         return
     if out.is_conj() or out.is_neg():
         raise call.error(name, "a view that conjugates or negates", "a contiguous tensor")
@@ -99,7 +99,7 @@ def _check_memory(
     spans = [(f"input_{name}", _span(x)) for x, name in zip(inputs, at, strict=True)]
     for out, name in zip(outs, at, strict=True):
         begin, end = _span(out)
-        if begin == 0 < end:  # as after a resize of its storage to 0
+        if begin == 0 < end:  # A storage that was resized to 0.
             raise call.error(f"out{name}", f"{_summary(out)} without memory", "one whose memory is allocated")
         for owner, (first, last) in spans:
             if begin < last and first < end:

@@ -57,7 +57,8 @@ def exchange_together(
         calls = [first]
         for i in range(1, len(inputs)):
             calls.append(first.beside(inputs[i], f"input_{at[i]}"))
-        if inputs[0].is_meta:  # which is not exchanged: the peers wait for the others
+        # A meta tensor is not exchanged: peers wait for the others.
+        if inputs[0].is_meta:
             first.device = next((x.device.type for x in inputs if not x.is_meta), "meta")
         _check_alike(first, inputs)
         args, grad_scale = layouts(calls, at)

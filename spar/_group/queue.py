@@ -28,8 +28,10 @@ from ..errors import SparError, TransportError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_IDLE_S = 5.0  # until a thread without work ends
-_EXIT_S = 2.0  # that the process's exit waits for what is in flight
+# Seconds after which a thread without work ends.
+_IDLE_S = 5.0
+# Seconds for which the process's exit waits for calls in flight.
+_EXIT_S = 2.0
 
 
 class _Group(Protocol):

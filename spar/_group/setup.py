@@ -85,7 +85,8 @@ def _left_to_the_backend(group: GroupState, device: torch.device) -> tuple[tuple
 def _parts(group: GroupState, name: str) -> tuple[tuple[tuple[int, ...], ...], float, float]:
     """Return the last fields of a Transport: the hosts, and what goes through memory and the network."""
     hosts = group.hosts
-    if name == "tcp" and len(hosts) == 1:  # it connects the ranks of one host, without shm
+    # On one host tcp connects the ranks, without shared memory.
+    if name == "tcp" and len(hosts) == 1:
         hosts = tuple((rank,) for rank in range(group.world))
     near = next(len(ranks) for ranks in hosts if group.rank in ranks) - 1
     shared = near / (group.world - 1) if name in ("shm", "tcp") else 0.0

@@ -33,10 +33,13 @@ from ..ops.gather import all_gather
 from .hashes import compared, names_of, numbers, prefixes
 from .part import part_of
 
-_TOLERANCE = 1e-2  # of a tensor's norm: another GPU may round the embeddings differently
-_MOST_LEAVES, _MOST_KNOWN = 10_000, 1000  # of one forward's inputs; structures of inputs
+# A share of a tensor's norm, because another GPU may round embeddings differently.
+_TOLERANCE = 1e-2
+# Inputs of one forward; structures of inputs that are known.
+_MOST_LEAVES, _MOST_KNOWN = 10_000, 1000
 _ROOM, _COUNT = 64, 0  # numbers in a row, and which of them is that of its forwards
-_TEXT, _MOST_PARAMETERS = 1 << 14, 4096  # of what ranks exchange once they differ: bytes, hashes
+# Bytes and hashes that ranks exchange once they differ.
+_TEXT, _MOST_PARAMETERS = 1 << 14, 4096
 _SCALARS = (bool, int, float)
 _ADVICE = (
     "expected equal inputs on all ranks: draw noise, timesteps and sampled tokens from one seed, or "

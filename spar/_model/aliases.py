@@ -43,7 +43,7 @@ class Aliases:
         if part.untyped_storage()._cdata != storage:
             own, base = _memory(part), _memory(whole)
             self._link(own, base, self._living(base))
-            if torch.empty_like(whole, device="meta").stride() != whole.stride():  # it has gaps
+            if torch.empty_like(whole, device="meta").stride() != whole.stride():  # The tensor has gaps.
                 self._dense.add(own.cdata)
         elif not any(alias.of_whole for alias in self._of.get(storage, ())):
             self._add(_memory(part), _Alias(_memory(whole), of_whole=True))

@@ -134,11 +134,13 @@ def _places(schemas: list[Any]) -> dict[str, int]:
 def _first(func: Any, schemas: list[Any]) -> str | None:
     """Return the name of a function's first argument, as callers have it."""
     if isinstance(func, FunctionType):
-        with contextlib.suppress(ValueError):  # it wraps a function in C
+        # A function that wraps one in C has no signature.
+        with contextlib.suppress(ValueError):
             return next(iter(inspect.signature(func).parameters), None)
         return None
     first = next((schema.arguments[0].name for schema in schemas if schema.arguments), None)
-    if _places(schemas).get(first or "") != 0:  # as of arange, whose first may be its start or its end
+    # The first argument of arange may be its start or its end.
+    if _places(schemas).get(first or "") != 0:
         return None
     return "input" if first == "self" and not isinstance(func, (OpOverload, OpOverloadPacket)) else first
 
@@ -169,7 +171,8 @@ def name_of(func: Any) -> str:
     """Return the name by which rules are found: get_x for the attribute x."""
     if is_operator(func):
         return str(_packet(func))
-    if isinstance(func, OpOverload):  # of torch: mean.dim is mean
+    # An overload has the name of its function: mean.dim is mean.
+    if isinstance(func, OpOverload):
         func = func.overloadpacket
     name: str = getattr(func, "__name__", str(func))
     if isinstance(func, FunctionType) and not _is_of_torch(func):

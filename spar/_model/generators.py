@@ -48,7 +48,7 @@ def draws_since(before: States, device: torch.device) -> list[tuple[int, int]]:
     found = [(TORCH, now.cpu + now.device)] if now[:2] != before[:2] else []
     if now.python != before.python:
         found.append((_RANDOM, now.python))
-    if now.numpy != before.numpy and before.numpy:  # it was there
+    if now.numpy != before.numpy and before.numpy:  # NumPy was imported before.
         found.append((_NUMPY, now.numpy))
     return [(field, zlib.crc32(state)) for field, state in found]
 

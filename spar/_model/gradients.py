@@ -45,7 +45,7 @@ class WholeGradients:
             x.register_hook(self._average)
 
     def _average(self, share: Tensor | None) -> Tensor | None:
-        if share is None:  # of a result that the loss does not use
+        if share is None:  # The loss does not use this result.
             return None
         self.is_recorded |= torch.is_grad_enabled()
         return mean_of_shares(self.parts, share)
@@ -91,7 +91,7 @@ def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
 
     @functools.wraps(hook, updated=())  # torch's errors name it
     def of_whole(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # of one of several results, which the loss does not use
+        if gradient is None:  # The loss does not use this result.
             return hook(gradient)
         with Call(ranks_of(parts.group, ""), "a hook of a gradient", MOST_EXCHANGES, gradient.device.type):
             whole = mean_of_shares(parts, gradient) if part is None else _whole(gradient, part)

@@ -77,7 +77,7 @@ def compared(model: nn.Module) -> list[tuple[str, Tensor]]:
     for name, p in parameters:
         if not getattr(p, "allreduce", True) or getattr(p, "tensor_model_parallel", False):
             continue
-        placements = getattr(p, "placements", None)  # of a DTensor
+        placements = getattr(p, "placements", None)  # A DTensor has placements.
         if placements is not None and all(each.is_replicate() for each in placements):
             found.append((name, p._local_tensor))
         elif type(p) is nn.Parameter and p.layout is torch.strided:

@@ -326,7 +326,7 @@ class Parts:
         part = part_of(x)
         if part is None:
             return x
-        if part.parts is not self:  # of a forward with another layout
+        if part.parts is not self:  # The part of a forward with another layout.
             return part.parts.gather(x)
         rows = part.rows
         if dtensors.is_distributed(x):

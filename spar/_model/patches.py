@@ -108,7 +108,8 @@ def _install(view: View) -> None:
         _restore.enter_context(redirected(flex.flex_attention, intercepting))
         _restore.enter_context(redirected(flex.create_block_mask, making_masks))
     _restore.enter_context(view.library.around())
-    if "torch._dynamo" in sys.modules:  # it cannot trace a view: compiled modules run as they are
+    # Dynamo cannot trace a view: compiled modules run as they are.
+    if "torch._dynamo" in sys.modules:
         _restore.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -205,7 +206,7 @@ def _attribute(cls: Any, name: str) -> Any:
 def _forward(cls: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `apply` in the forward of another one, whose results keep the graph that they have."""
     view, ctx = current_view(), args[0] if args else None
-    if view is None or not isinstance(ctx, cls._backward_cls):  # it is called otherwise than by `apply`
+    if view is None or not isinstance(ctx, cls._backward_cls):  # The caller is not `apply`.
         return own(*args, **kwargs)
     if forward_ad._current_level >= 0:  # torch has turned it off here
         raise view.error(

@@ -29,7 +29,8 @@ from .part import Part, mark, part_of
 from .spans_mask import SpansMask
 
 _ORDINARY = (Tensor, Parameter)
-_OF_TRACES = (FakeTensor, FunctionalTensor)  # in which AOTAutograd wraps the ordinary ones
+# AOTAutograd wraps ordinary tensors in these.
+_OF_TRACES = (FakeTensor, FunctionalTensor)
 _TENSOR = "torch.distributed.tensor"
 # Functions of torch.distributed that return their tensors, or convert them from and to DTensors.
 _FSDP_HOOKS = ("RegisterPreBackwardFunction", "RegisterPostBackwardFunction")

@@ -44,7 +44,8 @@ rename_
 """
 MEMORY = frozenset(_MEMORY_NAMES.split())
 
-BackendOf = Callable[[torch.nn.Module], Any]  # of torch.compile, for a block; None: it runs eagerly
+# The backend of torch.compile for a block; None: it runs eagerly.
+BackendOf = Callable[[torch.nn.Module], Any]
 
 
 def eagerly(block: torch.nn.Module) -> None:
@@ -73,7 +74,7 @@ class View(Mode, TorchFunctionMode):
         super().__init__()
         self.parts, self.strict, self.library, self.returns_parts = parts, strict, library, returns_parts
         self.report = Report()
-        self.blocks = 0  # of the model, that the code is in
+        self.blocks = 0  # how many of the model's blocks the code is in
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._aliases, self._given = Aliases(), Given(())
         self.has_run_outside = False  # whether a block ran, in no forward of the model
@@ -212,7 +213,7 @@ class View(Mode, TorchFunctionMode):
         rest = step if step.copies or step.may_copy or step.writes else None
         if not was_bound:
             self._remember(key, step.run, plan.replaced, step.result, rest)
-        elif rest is None:  # else the first argument is read by its position
+        elif rest is None:  # Otherwise the first argument is read by its position.
             self._remember(key, function.with_binding(step.run, plan.replaced), (), step.result, None)
 
     def _finish(self, step: Step, base: Any, out: Any) -> Any:

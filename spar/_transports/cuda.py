@@ -210,7 +210,8 @@ def _in_packages(names: tuple[str, ...], packages: tuple[str, ...]) -> str | Non
 
 def _by_pathfinder(library: str) -> str | None:
     """cuda-pathfinder knows more places (conda, CUDA_HOME, ...). torch's newer CUDA builds bring it in."""
-    if torch.version.cuda is None:  # it would look in vain, at length
+    # The search would take long, and find nothing.
+    if torch.version.cuda is None:
         return None
     with contextlib.suppress(Exception):
         pathfinder: Any = importlib.import_module("cuda.pathfinder")

@@ -127,7 +127,8 @@ class StatelessProcessGroup:
             socket = undo.enter_context(_listen(host, port)) if rank == 0 else None
             store = open_store(host, port, rank, world_size, limit, socket)
             group = StatelessProcessGroup(rank, world_size, store, socket, data_expiration_seconds)
-            undo.callback(delattr, group, "store")  # else the error's traceback would keep the port bound
+            # Otherwise the error's traceback would keep the port bound.
+            undo.callback(delattr, group, "store")
             del store
             with group._translate_errors("create"):
                 group._claim_rank()

@@ -136,7 +136,8 @@ def method_of(part: Part, keys: Part | None) -> str | None:
     """Return the method by which queries and keys are exchanged; None lets `spar.attention` choose."""
     if keys is None:
         return None
-    few = keys.tokens * (part.parts.world - 1) < part.tokens  # then gathering them moves less than queries do
+    # Gathering so few keys moves less than exchanging the queries.
+    few = keys.tokens * (part.parts.world - 1) < part.tokens
     return part.parts.method or ("gather" if few else None)
 
 

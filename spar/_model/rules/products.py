@@ -167,7 +167,8 @@ def embedding(call: FunctionCall) -> Plan | None:
     index = call.get(1, "indices") if is_native else call.input
     part = part_of(index)
     if not is_native and call.get(3, "max_norm") is not None:
-        return None  # of all tokens
+        # The rows to renormalize are those of all tokens.
+        return None
     if call.get(3 if is_native else 5, "scale_grad_by_freq", default=False):
         return None
     return None if part is None or part_of(weight) is not None else Plan(part)

@@ -306,7 +306,8 @@ def _halo_of_padding(part: Part, before: int, after: int) -> Callable[[Tensor], 
         # What this rank's rows begin and end with, where the halo has the same rows of it and its neighbours
         top, bottom = around.narrow(dim, before, after), around.narrow(dim, size, before)
         found = layout.halo(torch.cat([top, bottom], dim), before, dim, after)
-        top.copy_(found.narrow(dim, before, after))  # the same, so that each rank takes part in backward
+        # The same values, so that each rank takes part in backward.
+        top.copy_(found.narrow(dim, before, after))
         bottom.copy_(found.narrow(dim, before + after, before))
         if not first:
             around.narrow(dim, 0, before).copy_(found.narrow(dim, 0, before))
@@ -314,7 +315,8 @@ def _halo_of_padding(part: Part, before: int, after: int) -> Callable[[Tensor], 
             around.narrow(dim, before + size, after).copy_(found.narrow(dim, 2 * before + after, after))
         start = 0 if first else before
         out = around.narrow(dim, start, before + size + (after if last else 0) - start)
-        if not out.is_inference():  # which has no version, by which a change in place is seen
+        # A change in place is seen by the version, which inference tensors lack.
+        if not out.is_inference():
             setattr(out, _AROUND, (around, before, after, out._version))
         return out
 

@@ -82,7 +82,8 @@ def batch_norm(call: FunctionCall, part: Part) -> Plan | None:
         found = moments(part, input, [dim for dim in range(input.dim()) if dim != 1])
         with torch.no_grad():
             for name, value in (("running_mean", found[0]), ("running_var", corrected(found[1], count, 1))):
-                if given.get(name) is not None:  # as torch's kernels do, without a change of the version
+                # torch's kernels do not change the version either.
+                if given.get(name) is not None:
                     given[name].data.lerp_(value.to(given[name].dtype), momentum)
         weight, bias = given.get("weight"), given.get("bias")
         return _normalized(input, found[0, None], found[1, None], weight, bias, eps).contiguous(

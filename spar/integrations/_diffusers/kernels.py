@@ -32,7 +32,8 @@ def kernels_of_parts(dispatch: Any) -> Iterator[None]:
     dispatch: the module of diffusers that has the table of backends.
     """
     table = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_backends", None)
-    if table is None:  # of another version: `parallelize` refuses its own models
+    # Another version of diffusers, whose models `parallelize` refuses.
+    if table is None:
         yield
         return
     own = dict(table)

@@ -11,7 +11,8 @@ from ..._model.images import has_convolutions
 from .names import check_names
 
 _OF_PIPELINES = ("transformer", "transformer_2", "unet", "vae")  # the attributes of a pipeline to shard
-_CODERS = ("decoder", "encoder")  # of an autoencoder, which its `decode` and `encode` call
+# The attributes of an autoencoder that its `decode` and `encode` call.
+_CODERS = ("decoder", "encoder")
 
 
 def is_of_diffusers(model: Any) -> bool:

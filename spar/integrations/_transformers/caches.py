@@ -13,7 +13,8 @@ from ..._model.view import View, without_view
 
 _NAME = "past_key_values"
 _CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
-_INNER = ("self_attention_cache", "cross_attention_cache")  # of encoder-decoders
+# The attributes of an encoder-decoder's cache.
+_INNER = ("self_attention_cache", "cross_attention_cache")
 
 
 def follow(view: View, *values: Any) -> None:
@@ -22,7 +23,8 @@ def follow(view: View, *values: Any) -> None:
     Outside of it a reordered part would be taken for a whole tensor.
     """
     for value in values:
-        is_mapping = isinstance(value, Mapping)  # whose attributes may be its entries, and raise KeyErrors
+        # The attributes of a mapping may be its entries, and raise KeyErrors.
+        is_mapping = isinstance(value, Mapping)
         caches = [value.get(_NAME)] if is_mapping else [value, getattr(value, _NAME, None)]
         for cache in caches:
             for each in (cache, *[getattr(cache, name, None) for name in _INNER]):

@@ -13,7 +13,8 @@ from ..._model.nested import changed, tensors_in
 from ..._model.part import Part, mark, part_of
 from ..._model.view import View, without_view
 
-_DISPATCH = "transformers.integrations.moe"  # whose forward calls the implementation that the config names
+# Its forward calls the implementation that the config names.
+_DISPATCH = "transformers.integrations.moe"
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -52,7 +53,7 @@ def _is_of_rows(x: Tensor, part: Part) -> bool:
 def _check_whole(view: View, module: nn.Module) -> None:
     """Refuse experts that are divided over ranks of the sequence: these would add up different rows."""
     for parameter in module.parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+        mesh: Any = getattr(parameter, "device_mesh", None)  # A DTensor has one.
         if mesh is None:
             continue
         others = set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}

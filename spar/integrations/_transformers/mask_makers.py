@@ -95,7 +95,7 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         function = given["mask_function"]
         # A mask function that broadcasts shows whether there is a mask, and its shape, without its memory.
         others = given | given.get("kwargs", {}) | {"mask_function": _everything, "use_vmap": False}
-        if booleans is not own:  # as eager_mask calls it
+        if booleans is not own:  # eager_mask calls it so.
             others["allow_is_causal_skip"] = False
         found = booleans(**{name: x for name, x in others.items() if name not in ("dtype", "kwargs")})
         if found is None:
@@ -179,6 +179,7 @@ def _spans(
         spans = MaskRequest(function, shape, leaves_intervals(function), valid, device).spans(
             view.parts.group
         )
-    except ValueError:  # the same on all ranks, as the mask is
+    # All ranks raise, because they have the same mask.
+    except ValueError:
         return None
     return spans if part_of(spans.ends) is None else None

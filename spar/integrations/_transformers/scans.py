@@ -257,7 +257,7 @@ def _linear_unit(
     """Run RecurrentGemma's recurrence by channels, [B, S_local, C]; the layer keeps its state, [B, C]."""
     part, channels = part_of(hidden_states), hidden_states.size(2)
     if part is not None and part_of(reset) is None and reset.size(1) == part.whole:
-        with without_view():  # it is made of whole position_ids
+        with without_view():  # It is made of whole position_ids.
             reset = view.shard(reset, part)
     tensors = [hidden_states, recurrent_gate, reset]
     tokens = tokens_of(view, 1, tensors, recurrent_states)
