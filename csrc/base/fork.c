@@ -4,7 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-static uint32_t newest = 1;         /* that this process, or its parent, had */
+static uint32_t newest = 1;         /* the newest of this process or its parent */
 static uint32_t *current = &newest; /* in a page that the kernel clears in each child, also of a raw clone */
 
 uint32_t spar_generation(void)

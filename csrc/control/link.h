@@ -52,7 +52,7 @@ typedef struct {
     control_message failure; /* the newest ENDS with a status */
     spar_last_call newest;   /* of the rank, as far as it is known here */
     call_message out;
-    struct iovec parts[2]; /* that are still to be sent: a message, and bytes */
+    struct iovec parts[2]; /* still to be sent: a message, and bytes */
 } spar_link;
 
 struct spar_links {

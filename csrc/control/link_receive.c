@@ -41,8 +41,9 @@ static void end_bytes(spar_group *g, int rank)
 {
     spar_link *l = &g->links->links[rank];
     mailbox *box = g->boxes[rank];
+    /* They may be those of an earlier call, which this rank did not make. */
     if (l->in.call != g->call)
-        return; /* of an earlier call, which this rank did not make */
+        return;
     int published = spar_has_reached(&box->published, g->call);
     if (g->parcels && l->in.status == SPAR_OK && (published || l->in.following == l->in.bytes))
         l->arrived = g->call;

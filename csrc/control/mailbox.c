@@ -154,7 +154,8 @@ static int is_missing(const spar_group *g, int rank, enum missing kind, enum spa
 {
     if (which >= SPAR_ARRIVED && g->peers[rank])
         return 0;
-    if (!g->peers[rank]) /* it does not tell how often it polls */
+    /* A rank of another host does not tell how often it polls. */
+    if (!g->peers[rank])
         return kind == HUNG_UP ? spar_link_ended(g, rank) : kind == ALL;
     if (kind == HUNG_UP)
         return !spar_group_has_aborted(g, rank) && spar_peer_hung_up(g->peers[rank]);
@@ -221,7 +222,8 @@ static spar_status poll_abort(spar_group *g, enum spar_progress which, uint32_t 
         return SPAR_OK;
     if (which == SPAR_PUBLISHED)
         return fail_missing(g, SPAR_TIMEOUT, ALL, which, call, " did not make call %u in time");
-    if (which < SPAR_ARRIVED && (g->own->polls || g->links)) { /* else no rank of this transport does */
+    /* If this rank does not poll, no rank of this transport does. */
+    if (which < SPAR_ARRIVED && (g->own->polls || g->links)) {
         watch_polls(g);
         SPAR_TRY(spar_group_check(g, call, &broken_call)); /* one that waits for another rank has told */
     }

@@ -21,7 +21,7 @@ typedef struct {
     int64_t offsets[SPAR_GROUP_TENSORS];
     spar_description description; /* valid once described; its text, the failure's, once failed */
     char reason[SPAR_GROUP_TEXT]; /* why `broken` is set */
-    spar_ranks ranks;             /* that caused it */
+    spar_ranks ranks;             /* the ranks that caused it */
     unsigned char detached[];     /* [world] each peer's last write here; then the extra bytes */
 } mailbox;
 

@@ -23,7 +23,7 @@ static const int64_t CALLER_NS = 5000000000, REDIAL_NS = 1000000;
 typedef struct {
     spar_endpoint endpoint;
     spar_key key;
-    int setups;               /* that expect it */
+    int setups;               /* set-ups that expect it */
     spar_handshake handshake; /* this side's, if it dials */
     char failure[80];         /* why the newest handshake failed; empty: running or not begun */
 } expected;
@@ -272,7 +272,8 @@ static spar_status reset_listener(void)
     char reason[128];
     snprintf(reason, sizeof reason, "%s", spar_last_error());
     spar_close_fd(&table.listener);
-    start_listening(); /* else at the next set-up */
+    /* If this fails, the next set-up tries again. */
+    start_listening();
     return spar_fail(status, "%s", reason);
 }
 

@@ -105,7 +105,8 @@ static spar_handshake_state refuse(const spar_handshake *h, const spar_endpoint 
     message m = begin(h, own, REFUSAL);
     snprintf(m.refusal, sizeof m.refusal, "%s", spar_last_error());
     m.proof = prove(h, &m);
-    send_plain(h, &m); /* else it sees the connection end */
+    /* If this fails, the peer sees the connection end. */
+    send_plain(h, &m);
     return SPAR_HANDSHAKE_REFUSED;
 }
 
@@ -283,7 +284,8 @@ void spar_handshake_postpone(spar_handshake *h, const spar_endpoint *own)
     message m = begin(h, own, LATER);
     if (h->step == ACCEPTED)
         m.from = m.to = (spar_endpoint){0, 0};
-    send_plain(h, &m); /* else it sees the connection end */
+    /* If this fails, the peer sees the connection end. */
+    send_plain(h, &m);
     close(h->socket);
     h->socket = -1;
 }

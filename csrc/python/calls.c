@@ -50,7 +50,8 @@ static void report_exception(spar_comm *comm, spar_call *call)
     Py_END_ALLOW_THREADS;
     Py_XDECREF(name);
     Py_XDECREF(text);
-    if (!PyErr_Occurred()) { /* else a signal handler raised */
+    /* A signal handler may have raised. */
+    if (!PyErr_Occurred()) {
         PyErr_Restore(type, value, trace);
         return;
     }

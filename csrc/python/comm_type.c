@@ -156,7 +156,8 @@ static PyObject *comm_ranks(PyObject *self, PyObject *Py_UNUSED(unused))
     PyObject *list = PyList_New(0);
     spar_words words;
     for (int rank = 0; list && comm && comm->group && rank < comm->world; rank++)
-        if (spar_group_words(comm->group, rank, &words)) /* else the set-up is not over */
+        /* There are none until the set-up is over. */
+        if (spar_group_words(comm->group, rank, &words))
             list = spar_list_add(list, rank_row(comm->group, rank, ((comm_object *)self)->group, words));
     return list;
 }

@@ -155,7 +155,7 @@ extern const spar_transport *const spar_transports[];
 /* This process's exchanges over one transport that did not fail. */
 typedef struct {
     uint64_t calls;
-    uint64_t bytes; /* that went to other ranks */
+    uint64_t bytes; /* sent to other ranks */
     uint64_t ns; /* from the begin of each to its end; on a GPU's queue, to the end of what the host does */
 } spar_traffic;
 

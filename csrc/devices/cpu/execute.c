@@ -145,7 +145,8 @@ static void copy_to_all(const copy *c, int tensor, int64_t dst, const char *s, i
 {
     int64_t n;
     for (int64_t at = 0; at < run; at += n) {
-        n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1)); /* then only whole lines are written */
+        /* Only whole lines are written then. */
+        n = TILE - ((dst + at) & (SPAR_CACHE_LINE - 1));
         n = n < run - at ? n : run - at;
         for (int64_t line = 0; line < TILE; line += SPAR_CACHE_LINE) /* overlap reading with the stores */
             __builtin_prefetch(s + at + n + line);

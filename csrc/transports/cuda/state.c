@@ -68,8 +68,9 @@ static spar_status connect_ring(spar_gpu_state *s, spar_comm *comm, const spar_s
         return SPAR_OK;
     }
     spar_ring_close(s->ring);
+    /* Once peers have connected, the mailbox stays: they may still read it. */
     if (!all)
-        spar_group_close(s->group); /* else the mailbox stays: peers that connected may still read it */
+        spar_group_close(s->group);
     s->ring = NULL;
     s->group = NULL;
     return spar_ends_wait(status) ? status : SPAR_OK;

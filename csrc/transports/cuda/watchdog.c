@@ -123,7 +123,8 @@ static spar_status check_limits(const spar_watchdog *w)
 
 static spar_status check_all(const spar_watchdog *w)
 {
-    if (w->what.comm) /* else it is torch's, or about to be freed */
+    /* Without one the communicator is torch's, or about to be freed. */
+    if (w->what.comm)
         SPAR_TRY(w->what.check(w->what.comm));
     if (!is_idle(w) && w->what.ring)
         SPAR_TRY(spar_ring_poll(w->what.ring, w->count ? w->slots[w->first].call : w->call));
@@ -194,7 +195,8 @@ static void end_communicator(spar_watchdog *w)
     int revokes = inside && w->what.revoke && !w->captured;
     int keeps = w->captured && !w->failed; /* a graph may still be replayed */
     w->aborted = revokes ? NULL : w->what.comm;
-    w->busy = !keeps && start_worker(end_kernels, w); /* else the next poll tries again */
+    /* If no worker starts, the next poll tries again. */
+    w->busy = !keeps && start_worker(end_kernels, w);
     w->revoked |= revokes && w->busy;
     if (keeps || (w->busy && !revokes))
         w->what.comm = NULL; /* nobody uses it any more */
@@ -213,7 +215,8 @@ static void *dispose(void *watchdog)
 {
     spar_watchdog *w = watchdog;
     spar_entered before;
-    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) { /* else it is gone, with its memory */
+    /* Where this fails, the device is gone, with its memory. */
+    if (spar_cuda_enter(w->what.ordinal, &before) == SPAR_OK) {
         free_marks(w);
         spar_cuda_leave(&before);
     }
@@ -365,7 +368,8 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream)
     pthread_mutex_lock(&all.lock);
     if (!w->capturing) { /* without its mark, it never ends */
         w->stream = stream;
-        int full = w->count == SLOTS; /* then the newest slot covers both calls, which end in order */
+        /* The newest slot then covers both calls, which end in order. */
+        int full = w->count == SLOTS;
         slot *s = &w->slots[(w->first + w->count - full) % SLOTS];
         *s = (slot){w->inside_ns, w->call};
         w->count += !full;

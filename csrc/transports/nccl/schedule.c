@@ -60,8 +60,9 @@ static int is_direct(const spar_plan *plan)
         const spar_plan_tensor *tensor = &plan->tensors[t];
         if (!has_whole_rows(tensor) || row_bytes(tensor) % ALIGNMENT)
             return 0;
+        /* Of one tensor, in rank order before and after, each stream is one block. */
         if (tensor->out_dim >= 0 && (plan->ntensors > 1 || tensor->in_order || tensor->out_order))
-            return 0; /* else each stream is one block */
+            return 0;
     }
     for (int rank = 0; rank < plan->world; rank++) { /* what each rank sends to all others */
         const spar_range *range = rank == plan->rank ? &plan->push[rank] : &plan->pull[rank];
