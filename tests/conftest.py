@@ -299,6 +299,16 @@ class Ranks:
         return [results[rank][1] for rank in range(world)]
 
 
+def standin_ranks(worlds: tuple[int, ...], **environment: str) -> Iterator[Ranks]:
+    """Yield ranks that have loaded the stand-ins of a GPU's libraries; then end them."""
+    folder = standins.built()
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    ranks = Ranks(worlds, environment, [folder / name for name in standins.NAMES])
+    yield ranks
+    ranks.stop()
+    standins.sweep()
+
+
 @pytest.fixture(scope="module")  # its start costs 0.1 core seconds, and gloo's threads up to 2 a minute
 def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """The ranks of a module's tests; of as many as its POOL says, which are over the first transport."""

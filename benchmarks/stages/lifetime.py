@@ -29,7 +29,6 @@ from report import Report, stage
 
 LIMIT = 15  # seconds for a probe
 SOON = 2.0  # seconds after which something "does not return"
-GHZ = 2e9  # cycles of a second, about
 Found = dict[str, Any]
 
 

@@ -20,6 +20,7 @@ from conftest import TRANSPORTS, Ranks
 from helpers.processes import finish, start
 from helpers.reference import assert_same, rule
 from helpers.tables import numbers
+from helpers.traffic import exchanges
 
 import spar
 from spar._exchange import graph_ops
@@ -243,9 +244,6 @@ def check_selective_checkpoint(rank: int, world: int, group: Group) -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         there = spar.all_to_all(x * 2, group, 2, 1)
         return spar.all_to_all(there.sin(), group, 1, 2).cos()
-
-    def exchanges() -> int:
-        return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
     counts, grads = [], []
     for context in (None, lambda: create_selective_checkpoint_contexts(save_exchanges)):

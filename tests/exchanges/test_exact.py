@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.adjoints import check_derivative, inner, same_derivative
 from helpers.reference import assert_same, cells, in_runs, joined, owned, part, rule, same_bits, zigzag
+from helpers.traffic import exchanges
 from helpers.wrapped import Wrapped
 from test_ops import sizes_of, strided
 
@@ -44,10 +45,6 @@ def sizes(kind: str | None, total: int, world: int) -> list[int]:
         held = iter(rule(total, (world + 1) // 2))
         return [next(held) if rank % 2 == 0 else 0 for rank in range(world)]
     return sizes_of(kind or "rule", total, world)
-
-
-def exchanges() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
 
 # ---- all_to_all by sizes ----

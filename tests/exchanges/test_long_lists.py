@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.reference import assert_same, cells
+from helpers.traffic import exchanges
 
 import spar
 from spar import SequenceLayout
@@ -15,10 +16,6 @@ from spar import SequenceLayout
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-
-
-def exchanges() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
 
 def check_documents(rank: int, world: int, group: Group) -> None:

@@ -14,6 +14,7 @@ import torch
 from conftest import TRANSPORTS
 from helpers.operations import DIRECT, failures_of, setting_of_world
 from helpers.processes import finish, start
+from helpers.traffic import exchanges
 from torch.profiler import profile
 
 import spar
@@ -21,10 +22,6 @@ from spar._commands.check.cases import cases
 from spar._commands.check.trial import expected_of
 
 pytestmark = pytest.mark.long
-
-
-def exchanges() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
 
 COMPUTE = {"spar::token_logprobs", "spar::token_logprobs_backward"}  # ops that exchange nothing

@@ -21,6 +21,7 @@ from helpers.orders import ORDERS
 from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, joined, owned, rule, zigzag
 from helpers.tables import MAKERS, TOTALS
+from helpers.traffic import exchanges
 
 import spar
 from spar import SequenceLayout, parallel_state
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.quick_ranks
 
 Group = dist.ProcessGroup
 WORLDS = (1, 2, 3, 4)
-
-
-def exchanges() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
 
 def layouts(group: Group) -> list[tuple[SequenceLayout, list[int], list[int]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from conftest import Ranks, standin_ranks
 from helpers import cases, nccl_faults, nccl_in_flight, nccl_ranks, standins
 from helpers.nccl_ranks import Cell
 from helpers.reference import in_runs, zigzag
@@ -37,12 +37,7 @@ def remove_shared_files() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
     """Ranks that have loaded the stand-ins, for all tests of the module."""
-    folder = standins.built()
-    ranks = Ranks(
-        WORLDS, {"XDG_CACHE_HOME": str(folder / "cache")}, [folder / name for name in standins.NAMES]
-    )
-    yield ranks
-    ranks.stop()
+    yield from standin_ranks(WORLDS)
 
 
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from conftest import Ranks, standin_ranks
 from helpers import nccl_aborts, nccl_lifetime, standins
 
 import spar
@@ -37,14 +37,9 @@ OWNERS = pytest.mark.parametrize("native", [False, True], ids=["own", "torch's"]
 @pytest.fixture(scope="module", params=[("23007", "1"), ("22105", "0")], ids=["revoke", "no revoke"])
 def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Ranks whose NCCL has ncclCommRevoke, with the newer class of torch's backend; or both older."""
-    folder = standins.built()
     version, newer = request.param
     settings = {"STANDIN_NCCL_VERSION": version, "TORCH_DIST_USE_NCCL2": newer, "STANDIN_DEVICES": "3"}
-    settings["XDG_CACHE_HOME"] = str(folder / "cache")
-    ranks = Ranks((2, 3), settings, [folder / name for name in standins.NAMES])
-    yield ranks
-    ranks.stop()
-    standins.sweep()
+    yield from standin_ranks((2, 3), **settings)
 
 
 def test_closed_communicator_is_not_used(gpus: Ranks) -> None:

@@ -10,20 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
-from helpers import nccl_native, standins
+from conftest import Ranks, standin_ranks
+from helpers import nccl_native
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["ProcessGroupNCCL", "ProcessGroupNCCL2"])
 def gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Ranks of a torch with this class."""
-    folder = standins.built()
-    settings = {"TORCH_DIST_USE_NCCL2": request.param, "STANDIN_DEVICES": "3"}
-    settings["XDG_CACHE_HOME"] = str(folder / "cache")
-    ranks = Ranks((2, 3), settings, [folder / name for name in standins.NAMES])
-    yield ranks
-    ranks.stop()
-    standins.sweep()
+    yield from standin_ranks((2, 3), TORCH_DIST_USE_NCCL2=request.param, STANDIN_DEVICES="3")
 
 
 def test_public_property_is_preferred(gpus: Ranks) -> None:

@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import Ranks
-from helpers import nccl_faults, nccl_ranks, standins
+from conftest import Ranks, standin_ranks
+from helpers import nccl_faults, nccl_ranks
 from helpers.tables import EXCHANGES
 from test_nccl import cells_of
 
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
-    folder = standins.built()
-    settings = {"STANDIN_NCCL_PENDING_MS": "2", "XDG_CACHE_HOME": str(folder / "cache")}
-    ranks = Ranks((2, 3), settings, [folder / name for name in standins.NAMES])
-    yield ranks
-    ranks.stop()
-    standins.sweep()
+    yield from standin_ranks((2, 3), STANDIN_NCCL_PENDING_MS="2")
 
 
 def test_all_ops(gpus: Ranks) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
-from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_direct, push_ranks, standins
+from conftest import Ranks, standin_ranks
+from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_direct, push_ranks
 from helpers.push_ranks import over_push
 from helpers.tables import EXCHANGES
 from test_nccl import cells_of, large_cells
@@ -20,12 +20,7 @@ SLOT = 1 << 20
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
     """Ranks that have loaded the stand-ins, for all tests of the module."""
-    folder = standins.built()
-    ranks = Ranks(
-        WORLDS, {"XDG_CACHE_HOME": str(folder / "cache")}, [folder / name for name in standins.NAMES]
-    )
-    yield ranks
-    ranks.stop()
+    yield from standin_ranks(WORLDS)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.traffic import sent
+from test_by_heads import DOCUMENTS, LAYOUTS, TOTAL
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,18 +24,7 @@ from spar._group.registry import group_of
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-TOTAL, HEADS, KEY, VALUE = 23, 2, 3, 4
-DOCUMENTS = [7, 0, 1, 15]
-LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
-    "even": lambda group: SequenceLayout.even(TOTAL, group),
-    "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
-    "packed": lambda group: SequenceLayout.packed(DOCUMENTS, group),
-    "balanced": lambda group: SequenceLayout.balanced(DOCUMENTS, group),
-    "even, documents": lambda group: SequenceLayout.even(TOTAL, group).with_documents(DOCUMENTS),
-    "zigzag, documents": lambda group: SequenceLayout.zigzag(TOTAL, group).with_documents(DOCUMENTS),
-    "joint, documents": lambda group: SequenceLayout.joint(9, TOTAL - 9, group).with_documents(DOCUMENTS),
-    "few tokens": lambda group: SequenceLayout.even(2, group),
-}
+HEADS, KEY, VALUE = 2, 3, 4
 
 
 def delta_rule(v: Tensor, k: Tensor, q: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,9 +211,6 @@ def check_bytes(rank: int, world: int, group: Group) -> None:
         spar.by_state(tensors=tensors, layout=layout, state=(2, HEADS, KEY, VALUE), **given)
         assert group_of(group).count() - before[0] == int(min(layout.sizes) > 0)
         return sent() - before[1]
-
-    def sent() -> int:
-        return sum(n for name, n in spar.memory_stats().items() if name.startswith("sent."))
 
     one = 4 * (world - 1) * 2 * HEADS * KEY
     for way, width in (("delta rule", KEY), ("delta rule by columns", KEY), ("corrected", 1)):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import await_report, finish, report, start
 from helpers.reference import assert_same
-from test_hybrid import exchanges
+from helpers.traffic import exchanges
 
 from spar.parallel_state import (
     GroupCoordinator,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import TRANSPORTS
 from helpers.processes import finish, start
 from helpers.reference import among, assert_same, cells, in_runs, joined, owned, packed, rule, zigzag
+from helpers.traffic import exchanges
 
 import spar
 from spar import parallel_state
@@ -46,10 +47,6 @@ def gather(x: torch.Tensor, dim: int, lengths: Any, total: int) -> torch.Tensor:
     if lengths is None:
         return spar.gather_forward_split_backward_with_cp(x, dim, total)
     return spar.packed_data_gather_forward_split_backward_with_cp(x, dim, lengths)
-
-
-def exchanges() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("calls."))
 
 
 def check_topologies(rank: int, folder: Path, topologies: list[tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, owned, packed, zigzag
-from test_hybrid import exchanges
+from helpers.traffic import exchanges
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import spar

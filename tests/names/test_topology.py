@@ -17,7 +17,8 @@ from conftest import TRANSPORTS
 from helpers.launched import launch
 from helpers.processes import finish, start
 from helpers.reference import assert_same, cells, owned, zigzag
-from test_hybrid import exchanges
+from helpers.traffic import exchanges
+from test_parallel_state import ranks_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import checkpoint as recompute
 from torch.utils.checkpoint import checkpoint
@@ -29,11 +30,6 @@ from spar.topology import Topology, bind, current, sequence_group
 from spar.topology.checkpoint import bind_recomputation
 
 pytestmark = pytest.mark.spread
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    assert group is not None
-    return dist.get_process_group_ranks(group)
 
 
 def gather(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers.processes import finish, start
+from helpers.traffic import sent
 from helpers.whole_attention import inputs
 
 import spar
@@ -65,10 +66,6 @@ def layers(ranks: int) -> Iterator[Layer]:
     yield replace(base, documents=LENGTHS)
     yield replace(base, documents=LENGTHS, window=4)
     yield replace(base, tokens=3)  # a rank without tokens
-
-
-def sent() -> int:
-    return sum(n for name, n in spar.memory_stats().items() if name.startswith("sent."))
 
 
 def real_traffic(layer: Layer, method: str | None, layout: SequenceLayout) -> tuple[int, int]:
