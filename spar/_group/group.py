@@ -309,16 +309,16 @@ class Group(GroupState):
         deadline: float,
     ) -> str:
         """Do what `_account` does; return how the peers learn of the exception, in words."""
-        if self.broken is None and self.progress == OVER and not isinstance(error, SparError):
-            if isinstance(error, Exception):
-                mark_reported(error, self)  # by the core; or the peers have made this call, and go on
-            return "reported by this rank" if self.core_has(self.calls) else "after its exchange"
-        mark_reported(error, self)
+        is_over = self.broken is None and self.progress == OVER
+        if isinstance(error, Exception) or not is_over:
+            mark_reported(error, self)
         if self.broken is not None:
             return "the group is broken"
-        if self.progress == OVER and isinstance(error, SparError):
+        if is_over and isinstance(error, SparError):
             caused = error.ranks or isinstance(error, GroupBrokenError) or self._core(device) is None
             return "known to all ranks" if caused else "reported by this rank"
+        if is_over:  # The core reports it; or the peers have made this call, and go on.
+            return "reported by this rank" if self.core_has(self.calls) else "after its exchange"
         if device is None and len(self.transports) == 1:
             device = next(iter(self.transports))
         is_set_up = device in self.transports or (device is None and self.transports)
