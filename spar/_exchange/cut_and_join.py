@@ -62,19 +62,19 @@ def added_back(plan: GatherPlan, grad: Tensor, shard: int, received: int, dim: i
         if first != ZEROS
     ]
     # Runs are apart and cover the shard; a halo of own tokens is added to them.
-    copied: list[Interval] = []
-    mine, apart = sorted([part for part in parts if part[0] < shard], key=lambda part: -part[1]), []
-    for first, count, _ in mine:
-        apart.append(all(first + count <= begin or first >= end for begin, end in copied))
-        if apart[-1]:
-            copied.append((first, first + count))
-    whole = sum([end - begin for begin, end in copied]) == shard
-    if not whole:
+    copies: list[tuple[int, int, Tensor]] = []
+    additions: list[tuple[int, int, Tensor]] = []
+    for first, count, part in sorted([part for part in parts if part[0] < shard], key=lambda part: -part[1]):
+        is_apart = all(first + count <= at or first >= at + size for at, size, _ in copies)
+        (copies if is_apart else additions).append((first, count, part))
+    if sum([count for _, count, _ in copies]) < shard:
         own.zero_()
+        copies, additions = [], copies + additions
     # Copies first: an addition can reach into several of them.
-    for is_apart, (first, count, part) in sorted(zip(apart, mine, strict=True), key=lambda pair: not pair[0]):
-        target = own.narrow(dim, first, count)
-        target.copy_(part) if whole and is_apart else target.add_(part)
+    for first, count, part in copies:
+        own.narrow(dim, first, count).copy_(part)
+    for first, count, part in additions:
+        own.narrow(dim, first, count).add_(part)
     if sum([count for first, count, _ in parts if first >= shard]) < received:
         others.zero_()
     for first, count, part in parts:
