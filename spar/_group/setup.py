@@ -53,7 +53,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 refused += ((name, failure),)
         log.info("group %s: transport %s: %s", group.name, name, reason)
         if not left_out:
-            _warn_if_slower(group, name, device, rejected)
+            _warn_if_slower(group, name, device, rejected, refused)
         return Transport(name, reason, device.type, group.world, rejected, *_parts(group, name)), channel
     except BaseException:
         if not group.transports:
@@ -111,12 +111,23 @@ def _host_id() -> bytes:
 
 
 def _warn_if_slower(
-    group: GroupState, name: str, device: torch.device, rejected: tuple[tuple[str, str], ...]
+    group: GroupState,
+    name: str,
+    device: torch.device,
+    rejected: tuple[tuple[str, str], ...],
+    failed: tuple[tuple[str, str], ...],
 ) -> None:
-    """Warn on rank 0 that ranks lost shared memory, or TCP, by a failure, not by SPAR_TRANSPORT."""
-    lost = "shm" if group.shares_host else "tcp"
-    why, setting = dict(rejected).get(lost), _C.env("transport") or "^"
-    if why is None or device.type != "cpu" or group.rank != 0:
+    """Warn on rank 0 that ranks lost a faster transport by a failure, not by SPAR_TRANSPORT.
+
+    failed: transports whose set-up failed. Others of CUDA tensors are rejected where the hardware has none.
+    """
+    if device.type == "cpu":
+        lost = "shm" if group.shares_host else "tcp"
+        why = dict(rejected).get(lost)
+    else:
+        lost, why = failed[0] if failed else ("", None)
+    setting = _C.env("transport") or "^"
+    if why is None or group.rank != 0:
         return
     if setting == f"^{lost}" or setting[0] != "^":
         return

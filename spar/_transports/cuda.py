@@ -55,20 +55,22 @@ if _cuda:
 def pooled_empty(device: torch.device) -> Empty | None:
     """Return `empty` over a new pool, whose segments the core allocates (csrc/devices/cuda/outputs.h).
 
-    None: this torch has no pools, or none that can be restricted to a thread.
+    None: this torch has no pools, or none that can be restricted to a thread; or its pools raise when they
+    allocate, as in torch 2.8 and 2.9 with expandable segments.
     """
     if not _cuda or not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
-        return None
-    try:
-        with on_device(device):
-            pool = torch.cuda.MemPool(_segments().allocator())
-    except Exception:  # whatever torch lacks here: this rank must not fail alone, and images serve
         return None
 
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.use_mem_pool(pool, device):
             return empty(shape, strides, dtype)
 
+    try:
+        with on_device(device):
+            pool = torch.cuda.MemPool(_segments().allocator())
+            allocate((1,), (1,), torch.uint8)
+    except Exception:  # whatever torch lacks here: this rank must not fail alone, and images serve
+        return None
     return allocate
 
 

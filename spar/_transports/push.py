@@ -60,6 +60,8 @@ class PushChannel(NcclChannel):
         _drop_unused()
         try:
             self._slot = Slot(_C.env("push_slot"), self.device.place)
+            # torch zeroes it in a stream of its own: late zeros would overwrite what peers have written.
+            _synchronize(self.device.place)
         except RuntimeError as error:
             why = _first_line(error)
         place = group.peer_info, group.rank, group.local_ranks, group.name

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from conftest import Ranks, standin_ranks
 from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_direct, push_ranks
 from helpers.push_ranks import over_push
 from helpers.tables import EXCHANGES
 from test_nccl import cells_of, large_cells
+
+from spar._transports import cuda
 
 WORLDS = (2, 3, 4)
 SLOT = 1 << 20
@@ -101,6 +106,8 @@ CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
     (2, nccl_faults.check_far_ahead),
     (3, push_ranks.check_closed),
     (3, push_ranks.check_absent_replay),
+    (2, push_ranks.check_late_zeros),
+    (3, push_ranks.check_warning),
 )
 
 
@@ -112,3 +119,25 @@ def test_reports_between_ranks(gpus: Ranks, world: int, check: Callable[..., Non
 @pytest.mark.parametrize("stage", ["__init__", "meet"])
 def test_failure_in_set_up_falls_back_on_all_ranks(gpus: Ranks, stage: str) -> None:
     gpus(3, over_push, SLOT, push_ranks.check_fall_back, stage)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_pools_that_raise_when_they_allocate_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    """As torch 2.8 and 2.9 do with expandable segments: outputs are images then, on this rank alone."""
+
+    @contextlib.contextmanager
+    def use(pool: object, device: torch.device) -> Iterator[None]:
+        if raises:
+            raise RuntimeError("MemPool doesn't currently support expandable_segments.")
+        yield
+
+    monkeypatch.setattr(cuda, "_cuda", True)
+    monkeypatch.setattr(cuda, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "_segments", mock.Mock())
+    monkeypatch.setattr(cuda, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides))
+    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    assert (cuda.pooled_empty(torch.device("cuda", 0)) is None) == raises

@@ -6,6 +6,7 @@ nccl_faults.py, in groups whose ranks map each other's slots.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import time
@@ -129,6 +130,44 @@ def check_fall_back(rank: int, world: int, group: dist.ProcessGroup, stage: str)
     reasons = ["rank 1: no such memory", "rank 0: the ranks did not map each other's memory in time"]
     assert dict(transport.rejected)["push"] in reasons[: 1 + (stage == "meet")], transport
     comm.close()
+
+
+def check_late_zeros(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A rank waits for torch's zeros in its slot before it meets its peers, whose words they may overwrite."""
+    events: list[str] = []
+
+    class Slot(SharedSlot):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            events.append("zeros are under way")
+
+        def meet(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+            events.append("meets the peers")
+            return super().meet(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push, "Slot", Slot)
+        patch.setattr(push, "_synchronize", lambda device: events.append(f"{device} is idle"))
+        check_cells(rank, world, group, [])
+    assert events[:3] == ["zeros are under way", "cuda:0 is idle", "meets the peers"]
+
+
+def check_warning(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Ranks whose push fails are told once what they lost, and why; none of those without."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("spar")
+    logger.addHandler(handler)
+    try:
+        set_up(group).close()
+        assert not records
+        check_fall_back(rank, world, group, "__init__")
+    finally:
+        logger.removeHandler(handler)
+    assert len(records) == (rank == 0), records
+    text = "share this host, but the set-up of push failed, and nccl, which is slower, moves their tensors: "
+    assert all(text + "rank 1: no such memory. Remove the cause" in record for record in records)
 
 
 def check_absent_replay(rank: int, world: int, group: dist.ProcessGroup) -> None:
