@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, shards, total_of
@@ -43,6 +43,37 @@ class GatherPlan(NamedTuple):
         return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
 
 
+def placed(runs: Iterable[Piece]) -> list[tuple[int, Piece]]:
+    """Return runs that lie one behind the other, but for empty ones, each with its place."""
+    found, at = [], 0
+    for run in runs:
+        if run.size > 0:
+            found.append((at, run))
+        at += run.size
+    return found
+
+
+class Holders:
+    """The runs that all ranks hold, in the order of the sequence."""
+
+    def __init__(self, of_ranks: Sequence[Sequence[Piece]]) -> None:
+        self._runs = sorted(
+            [(run, owner, at) for owner, runs in enumerate(of_ranks) for at, run in placed(runs)]
+        )
+        self._ends = [run.start + run.size for run, _, _ in self._runs]
+
+    def parts(self, start: int, size: int) -> list[tuple[int, int, Piece]]:
+        """Return the parts of an interval, in order: the owner, the place in its shard, and the part."""
+        parts = []
+        for number in range(bisect.bisect_right(self._ends, start), len(self._runs)):
+            run, owner, at = self._runs[number]
+            if run.start >= start + size:
+                break
+            low, high = max(start, run.start), min(start + size, self._ends[number])
+            parts.append((owner, at + low - run.start, Piece(low, high - low, run.sequence)))
+        return parts
+
+
 def plan_pieces(
     of_ranks: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Interval]], rank: int
 ) -> GatherPlan:
@@ -50,16 +81,7 @@ def plan_pieces(
 
     of_ranks: the runs that each rank holds. wanted: what each rank wants.
     """
-    held = sorted(
-        [
-            (start, size, owner, at)
-            for owner, runs in enumerate(of_ranks)
-            for (start, size, _), at in zip(runs, _offsets(runs), strict=True)
-            if size > 0
-        ]
-    )
-    world, sent = len(of_ranks), []
-    ends = [start + size for start, size, _, _ in held]
+    world, sent, holders = len(of_ranks), [], Holders(of_ranks)
     sizes = [0] * (world * world)
     # Of this rank's pieces: (owner, place in its shard or in what it sends to this rank, size).
     found: list[tuple[int, int, int]] = []
@@ -69,18 +91,14 @@ def plan_pieces(
                 if receiver == rank and size > 0:
                     found.append((ZEROS, 0, size))
                 continue
-            for number in range(bisect.bisect_right(ends, start), len(held)):
-                run, count, owner, at = held[number]
-                if run >= start + size:
-                    break
-                low, high = max(start, run), min(start + size, run + count)
-                place, cell = at + low - run, receiver * world + owner
+            for owner, place, part in holders.parts(start, size):
+                cell = receiver * world + owner
                 if receiver == rank:
-                    found.append((owner, place if owner == rank else sizes[cell], high - low))
+                    found.append((owner, place if owner == rank else sizes[cell], part.size))
                 if owner != receiver:
-                    sizes[cell] += high - low
+                    sizes[cell] += part.size
                     if owner == rank:
-                        sent.append((place, high - low))
+                        sent.append((place, part.size))
     own = sum([run.size for run in of_ranks[rank]])
     starts = list(itertools.accumulate(sizes[rank * world : (rank + 1) * world], initial=own))
     order = [
@@ -88,10 +106,6 @@ def plan_pieces(
         for owner, at, size in found
     ]
     return GatherPlan(tuple(sent), tuple(sizes), tuple(order))
-
-
-def _offsets(runs: Sequence[Piece]) -> list[int]:
-    return list(itertools.accumulate([run.size for run in runs], initial=0))[:-1]
 
 
 # ---- what a halo and a shift want ----

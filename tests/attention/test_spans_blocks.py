@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spar import Spans
 from spar._attention import tiles
-from spar._attention.halo import within
+from spar._exchange.gather_plan import Holders
 from spar._exchange.layouts import Piece
 
 
@@ -90,8 +90,9 @@ def test_every_pair_is_in_one_block(case: tuple[Tensor, int, list[Piece], list[P
     attended = allowed[:, place_of_query].any(0).any(0)
     assert not bool((attended & ~is_needed).any())
     assert sum(end - first for first, end in needed) == int(is_needed.sum()), "apart from each other"
-    parts = within(needed, keys)
-    assert sum(piece.size for _, piece in parts) == int(is_needed[place_of_key].sum())
+    holders = Holders([keys])
+    parts = [part for first, end in needed for _, _, part in holders.parts(first, end - first)]
+    assert sum(part.size for part in parts) == int(is_needed[place_of_key].sum())
 
 
 def computed(spans: Spans, total: int, samples: int) -> tuple[int, int]:
