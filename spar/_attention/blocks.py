@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .._exchange.layouts import Piece
@@ -39,17 +39,31 @@ class Block(NamedTuple):
     spans: Spans | None = None
 
 
+# Finds the blocks of runs of queries and of keys, which lie one behind the other in the local tensors.
+BlocksMaker = Callable[[Sequence[Piece], Sequence[Piece]], Sequence[Block]]
+
+
+def no_blocks(queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    """Compute nothing, as `spar plan` does."""
+    return ()
+
+
 def blocks_of(
     queries: Sequence[Piece], keys: Sequence[Piece], causal: bool, documents: bool, joined: bool
 ) -> list[Block]:
     """Return the blocks that the mask does not empty.
 
     Args:
-        queries, keys: the runs that lie one behind the other in the local tensors.
+        queries, keys: the runs that lie one behind the other in the local tensors; one list if the keys are a
+            shard's own, whose runs are in the order of the sequence.
         causal: whether a query attends to no key behind it. Runs are then equal, or do not overlap.
         documents: whether a query attends to the keys of its own packed document only.
         joined: whether blocks may span runs that are apart in the sequence: there is no mask to slice.
     """
+    if keys is queries and causal and joined and not documents:
+        # What is before in the shard is before in the sequence.
+        size = sum([run.size for run in queries])
+        return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
     held: dict[int, list[tuple[int, Piece]]] = {}
     key = 0
     for key_run in keys:
@@ -71,15 +85,6 @@ def blocks_of(
     return blocks + (_merged(part, 0) if joined else part)
 
 
-def own_block(runs: Sequence[Piece]) -> list[Block]:
-    """Return the one causal block of a shard with itself, whose runs are in the order of the sequence.
-
-    What is before in the shard is before in the sequence. There are no documents, and no mask to slice.
-    """
-    size = sum([run.size for run in runs])
-    return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
-
-
 def blocks_before(runs: Sequence[Piece]) -> list[Block]:
     """Return the causal blocks of a shard with the keys of other ranks, in a tensor of all keys.
 
@@ -93,21 +98,6 @@ def blocks_before(runs: Sequence[Piece]) -> list[Block]:
             blocks.append(Block(query, size - query, end, run.start - end, False, run.start, end))
         query, end = query + run.size, run.start + run.size
     return blocks
-
-
-def keys_before(keys: Sequence[Piece], queries: Sequence[Piece] | None) -> int:
-    """Return how many keys, from the first, have all runs that are not behind the queries; None: all have.
-
-    At least one, if there are any: torch.compile drops an exchange from which a rank receives no element, and
-    its peers would wait for it.
-    """
-    ends = [run.start + run.size for run in queries or () if run.size > 0]
-    needed = size = 0
-    for run in keys:
-        size += run.size
-        if queries is None or any(run.start < end for end in ends):
-            needed = size
-    return 1 if needed == 0 and size > 0 else needed
 
 
 def _pair(run: Piece, key_run: Piece, query: int, key: int, causal: bool) -> list[Block]:

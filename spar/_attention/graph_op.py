@@ -23,12 +23,12 @@ from .._exchange.layouts import Piece, pieces, total_of
 from .._exchange.observers import must_record
 from .._group.group import Call, Group
 from .._group.registry import group_at
-from .halo import round_by
 from .kernels.kernel import accumulated
-from .ring import Backward, Ring, Round, backward_exchanges, forward_exchanges, forward_of
+from .ring import Backward, Ring, Round, backward_exchanges, forward_exchanges, forward_of, round_of
 from .scores import Scores
 from .spans import Spans, with_keywords
 from .tiles import blocks_by
+from .travel import shifts_by_spans
 
 
 class Description(NamedTuple):
@@ -89,7 +89,8 @@ def _ring(description: Description, place: Group | Place, q: Tensor, ends: Tenso
         blocks = blocks_by(spans, runs, [Piece(0, description.keys, 0)])
         return Ring(ALONE, Round((blocks,)), scores, ALONE, 0)
     queries = tuple(description.queries)
-    round_ = round_by(spans, queries, place.world, place.rank, partial(blocks_by, spans))
+    shifts = shifts_by_spans(spans, queries, place.world, place.rank)
+    round_ = round_of(queries, shifts, partial(blocks_by, spans))
     # As eager code compares the caller's spans.
     note = description.note + (f", hash of the spans {given.digest:x}" if given is not None else "")
     return Ring(place, round_, scores, place, backward_exchanges(round_), note)

@@ -18,14 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._control.state import ALONE, Place
 from .._exchange.cut_and_join import selected
+from .._exchange.gather_plan import placed
 from .._exchange.layouts import Layout, Piece, even
 from .._exchange.observers import is_fake
 from .._group.group import Group
 from ..ops.unused import depending_on
 from . import tiles
-from .blocks import blocks_of
+from .blocks import BlocksMaker, blocks_of, no_blocks
 from .graph_op import Description, in_graph
-from .halo import BlocksMaker, within
 from .kernels import can_compute, flash_instead_of_cudnn
 from .kernels.kernel import Needs, accumulated
 from .long_blocks import long_blocks, suits
@@ -82,10 +82,17 @@ def documents_of(problem: Problem) -> list[Piece]:
     return [Piece(end - length, length, i) for (i, end), length in zip(ends, problem.lengths, strict=True)]
 
 
+def blocks_by_runs(problem: Problem) -> BlocksMaker:
+    """Return what finds the blocks that causality and documents leave."""
+    if not problem.computes:
+        return no_blocks
+    causal, documents, joined = problem.causal, problem.packed, problem.mask is None
+    return functools.partial(blocks_of, causal=causal, documents=documents, joined=joined)
+
+
 def by_blocks(problem: Problem, first: int, runs: Sequence[Piece]) -> Compute:
     """Attend with runs of queries to all keys, which this rank holds; skip blocks without any."""
-    is_plain = problem.mask is None
-    blocks = blocks_of(runs, documents_of(problem), problem.causal, problem.packed, is_plain)
+    blocks = blocks_by_runs(problem)(runs, documents_of(problem))
     return in_ring(alone(problem, problem.scores(first), Round((tuple(blocks),))))
 
 
@@ -121,7 +128,7 @@ def by_spans(
     if problem.dropout_p:
         return (_by_tiles(problem, runs, keys, tensors, request),)
     scores, blocks = scores_and_blocks(problem, first, tensors, request)
-    return in_ring(alone(problem, scores, Round((blocks(runs, keys),))))(tensors, request)
+    return in_ring(alone(problem, scores, Round((tuple(blocks(runs, keys)),))))(tensors, request)
 
 
 def scores_and_blocks(
@@ -130,6 +137,8 @@ def scores_and_blocks(
     """Return how spans change scores, and what finds the blocks of runs of queries and keys by them."""
     spans, (q, _, v) = spans_of(problem, request), tensors
     scores = replace(problem.scores(first), spans=spans, bias=request.bias)
+    if not problem.computes:
+        return scores, no_blocks
     kernel, softcap = problem.kernel, problem.softcap > 0
     if request.mask is None and request.bias is None:
         windowed = can_compute(kernel, q, v, Needs(softcap=softcap, window=True))
@@ -216,7 +225,8 @@ def by_runs(problem: Problem, runs: Sequence[Piece], held: Sequence[Piece]) -> C
     places, firsts, counts = [], [], []
     for start, size, document in runs:
         first, keys, _ = documents[document if problem.packed else 0]
-        places.append(within([(first, first + 1)], held)[0][0])
+        (place,) = [at + first - run.start for at, run in placed(held) if 0 <= first - run.start < run.size]
+        places.append(place)
         firsts.append(first)
         counts.append(min(first + keys, start + size) - first if causal else keys)
     sizes, is_whole = [run.size for run in runs], counts == [sum([piece.size for piece in held])]

@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import digest
 from .._control.state import ALONE, Place
 from .._exchange.arguments import Arguments, ranks_of
 from .._exchange.exchange import GATHER, Exchange
-from .._exchange.gather_plan import GatherPlan as Plan
+from .._exchange.gather_plan import GatherPlan
 from .._exchange.gathering import gather_pieces
 from .._exchange.graph_ops import run_decided
 from .._exchange.layouts import Layout, Piece, even, pieces, shards_pair
 from .._group.group import Group
 from ..ops.heads import HeadExchange
 from ..sequence_layout import SequenceLayout, numbers_of
-from .blocks import blocks_before, own_block
-from .documents import gathered_of
-from .halo import halo_of, round_by
+from .blocks import BlocksMaker, blocks_before
 from .local import (
     Compute,
     Outs,
     Tensors,
     alone,
+    blocks_by_runs,
     by_blocks,
     by_graph_op,
     by_runs,
@@ -42,9 +42,9 @@ from .local import (
     spans_of,
 )
 from .problem import Problem, Request
-from .ring import Ring, Round, backward_exchanges
-from .rounds import round_of
+from .ring import Ring, Round, backward_exchanges, round_of
 from .scores import Scores
+from .travel import Shifts, gathered_by_documents, gathered_by_spans, shifts_by_runs, shifts_by_spans
 
 Run = Callable[[Request], Outs]
 # Returns the keys and values [B, K, T, ..] that this rank needs, of its own in the caller's order of dims.
@@ -133,7 +133,7 @@ def gather(problem: Problem) -> Run:
     """Gather the keys that this rank's queries need, all or a part, and attend with these queries."""
     compiles, is_alone = torch.compiler.is_compiling(), problem.group.world == 1
     if problem.uses_spans and not compiles:
-        return functools.partial(_by_halo, problem)
+        return functools.partial(_by_spans, problem)
     if problem.listed and not compiles and not is_alone:
         return _by_documents(problem)
     in_graph = problem.uses_spans or (problem.listed and problem.blockwise)
@@ -192,11 +192,11 @@ def _own_block_first(problem: Problem) -> Compute | None:
     if problem.is_empty(problem.shapes.heads, problem.shapes.tokens, problem.total_keys):
         return None
     runs = pieces(problem.queries, problem.group.world, problem.group.rank)
-    steps = Round((tuple(own_block(runs)), tuple(blocks_before(runs))))
-    return in_ring(alone(problem, problem.scores(), steps))
+    steps = tuple(blocks_by_runs(problem)(runs, runs)), tuple(blocks_before(runs))
+    return in_ring(alone(problem, problem.scores(), Round(steps)))
 
 
-def _listed_keys(problem: Problem, plan: Plan, note: str, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+def _planned_keys(problem: Problem, plan: GatherPlan, note: str, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     call, order = Arguments("attention", k, problem.group, "k", 0), problem.shapes.by_heads
     return gather_pieces(call, plan, (k.permute(order), v.permute(order)), 2, note)
 
@@ -204,25 +204,29 @@ def _listed_keys(problem: Problem, plan: Plan, note: str, k: Tensor, v: Tensor) 
 def _by_documents(problem: Problem) -> Run:
     """Gather the keys of documents that this rank shares with others, and attend to them and to its own."""
     place, shapes = (problem.queries, problem.group.world, problem.group.rank), problem.shapes
-    found = gathered_of(*place, problem.causal, problem.mask is None, not problem.blockwise)
-    note = f"{problem.note}, {found.note}" if problem.note else found.note
-    bring = functools.partial(_listed_keys, problem, found.plan, note)
+    found = gathered_by_documents(*place, problem.causal, with_own=not problem.blockwise)
+    # What ranks exchange does not show the layout.
+    note = f"hash of the runs {digest(problem.queries):x}"
+    note = f"{problem.note}, {note}" if problem.note else note
+    bring, runs = functools.partial(_planned_keys, problem, found.plan, note), pieces(*place)
     if problem.is_empty(shapes.heads, shapes.tokens, shapes.key_tokens):
         return _gathering(problem, bring, functools.partial(nothing, problem), False)
-    if problem.blockwise:
-        return _gathering(problem, bring, in_ring(alone(problem, problem.scores(), found.round)), True)
-    return _gathering(problem, bring, by_runs(problem, pieces(*place), found.held), False)
+    if not problem.blockwise:
+        return _gathering(problem, bring, by_runs(problem, runs, found.held), False)
+    blocks = blocks_by_runs(problem)
+    steps = tuple(blocks(runs, runs)), tuple(blocks(runs, found.held))
+    return _gathering(problem, bring, in_ring(alone(problem, problem.scores(), Round(steps))), True)
 
 
-def _by_halo(problem: Problem, request: Request) -> Outs:
+def _by_spans(problem: Problem, request: Request) -> Outs:
     """Gather the keys that spans leave this rank's queries, and attend to them and to its own."""
     world, rank, shapes = problem.group.world, problem.group.rank, problem.shapes
     q, k, v = _permuted(problem, *request[:3])
-    held = [Piece(0, problem.total_keys, 0)]
+    held: Sequence[Piece] = [Piece(0, problem.total_keys, 0)]
     if problem.keys is not None:
-        halo = halo_of(spans_of(problem, request), problem.queries, problem.keys, world, rank)
-        k, v = _listed_keys(problem, halo.plan, problem.note, request.k, request.v)
-        held = list(halo.held)
+        spans = spans_of(problem, request)
+        plan, held = gathered_by_spans(spans, problem.queries, problem.keys, world, rank)
+        k, v = _planned_keys(problem, plan, problem.note, request.k, request.v)
     if problem.is_empty(shapes.heads, shapes.tokens, k.size(2)):
         return _as_given(problem, nothing(problem, (q, k, v), request))
     runs = pieces(problem.queries, world, rank)
@@ -252,16 +256,15 @@ def _ring(problem: Problem, layout: Layout, place: Group | Place, first: int) ->
     if compiles and (problem.uses_spans or problem.listed):
         return by_graph_op(problem, place, layout, world, rank, first)
 
-    def made(steps: Round, scores: Scores) -> Compute:
-        steps = steps if problem.computes else steps.without_blocks()
+    def made(shifts: Shifts, scores: Scores, blocks: BlocksMaker) -> Compute:
+        steps = round_of(layout, shifts, blocks)
         return in_ring(Ring(place, steps, scores, place, backward_exchanges(steps), problem.note))
 
     def compute(tensors: Tensors, request: Request) -> Outs:
-        scores, blocks = scores_and_blocks(problem, first, tensors, request)
-        steps = round_by(spans_of(problem, request), layout, world, rank, blocks)
-        return made(steps, scores)(tensors, request)
+        shifts = shifts_by_spans(spans_of(problem, request), layout, world, rank)
+        return made(shifts, *scores_and_blocks(problem, first, tensors, request))(tensors, request)
 
     if problem.uses_spans:
         return compute
-    steps = round_of(layout, world, rank, problem.causal, problem.packed, problem.mask is None)
-    return made(steps, problem.scores(first))
+    shifts = shifts_by_runs(layout, world, rank, problem.causal, problem.packed)
+    return made(shifts, problem.scores(first), blocks_by_runs(problem))

@@ -11,8 +11,8 @@ shard, or the second one after this rank's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,29 +22,15 @@ from .._control.state import Place
 from .._exchange.autocast import no_autocast
 from .._exchange.cut_and_join import selected
 from .._exchange.exchange import Exchange
-from .._exchange.layouts import Args
+from .._exchange.layouts import WHOLE, Args, Layout, pair
 from .._exchange.observers import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
-from .blocks import Block
+from .blocks import Block, BlocksMaker
 from .kernels.kernel import accumulated, finite, narrowed, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
-
-
-class Shift(NamedTuple):
-    """How a step gets its keys [B, K, T, D] from their owner.
-
-    Attributes:
-        parts: this rank's keys that go to the rank that attends to them in this step: (first, number), in
-            order.
-        shard: the layouts of the keys before and after the exchange.
-        gradient: likewise those of their gradient, which goes back.
-    """
-
-    parts: tuple[tuple[int, int], ...]
-    shard: Args
-    gradient: Args
+from .travel import Shift, Shifts
 
 
 @dataclass(frozen=True)
@@ -53,8 +39,7 @@ class Round:
 
     Attributes:
         steps: the blocks of each step, of this rank's queries and the step's shard.
-        shifts: how the shard of each step but the first, which is this rank's, comes from its owner. A step
-            in which no rank needs keys is left out.
+        shifts: how the shard of each step but the first, which is this rank's, comes from its owner.
         layout: of the whole sequence, as ranks compare it; shards do not say where they lie in it.
     """
 
@@ -62,9 +47,12 @@ class Round:
     shifts: tuple[Shift, ...] = ()
     layout: Args = ()
 
-    def without_blocks(self) -> Round:
-        """Return a ring with the same exchanges that computes nothing."""
-        return replace(self, steps=((),) * len(self.steps))
+
+def round_of(layout: Layout, shifts: Shifts, blocks: BlocksMaker) -> Round:
+    """Return a ring of what a rank receives, with the blocks of its queries and the keys of each step."""
+    queries = shifts.held[0]
+    steps = [tuple(blocks(queries, keys)) for keys in shifts.held]
+    return Round(tuple(steps), shifts.shifts, pair(layout, WHOLE))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spar._attention import blocks as block_finder, ring
 from spar._attention.kernels import KERNELS
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.kernel import BlockInputs
-from spar._attention.rounds import round_of
+from spar._attention.travel import shifts_by_runs
 from spar._exchange.layouts import Layout, even, extent, packed, shards, zigzag
 from spar._group.registry import group_of
 from spar.ops.heads import groups_of_heads, heads_of_ranks
@@ -295,13 +295,15 @@ def test_ring_sends_the_keys_that_are_attended_to(
     layout: Layout, causal: bool, documents: bool, keys: list[int]
 ) -> None:
     """Of each rank to the next, ...: half a zigzag shard to later ranks, all of it to earlier ones."""
-    rounds = [round_of(layout, 4, rank, causal, documents, True) for rank in range(4)]
-    assert [shift.parts for each in rounds for shift in each.shifts] == [((0, size),) for size in keys]
-    for rank, mine in enumerate(rounds):
-        for step, (blocks, shift) in enumerate(zip(mine.steps[1:], mine.shifts, strict=True), 1):
+    rings = [shifts_by_runs(layout, 4, rank, causal, documents) for rank in range(4)]
+    assert [shift.parts for ring in rings for shift in ring.shifts] == [((0, size),) for size in keys]
+    for rank, (held, shifts) in enumerate(rings):
+        for step, (runs, shift) in enumerate(zip(held[1:], shifts, strict=True), 1):
             received = extent(shift.shard[1 + shift.shard[0] :], 4, rank)
+            assert received == sum(run.size for run in runs)
+            blocks = block_finder.blocks_of(held[0], runs, causal, documents, True)
             assert documents or received == max([block.key + block.keys for block in blocks], default=1)
-            assert ((0, received),) == rounds[rank - step].shifts[step - 1].parts
+            assert ((0, received),) == rings[rank - step].shifts[step - 1].parts
             assert ((0, extent(shift.gradient[1 + shift.gradient[0] :], 4, rank)),) == shift.parts
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import spar
 from spar import SequenceLayout
-from spar._attention.halo import halo_of
 from spar._attention.tiles import joined_runs
+from spar._attention.travel import gathered_by_spans
 from spar._exchange.layouts import pieces
 from spar.sequence_layout import numbers_of
 
@@ -136,8 +136,8 @@ def check_whole_keys(rank: int, world: int, group: Group) -> None:
         assert traffic(layout, method, whole, mask=spar.Spans.chunks(total, 8)) == (0, 0)
     # Each rank's queries need its own keys, which lie elsewhere in the other layout.
     spans = spar.Spans.chunks(total, 8)
-    halo = halo_of(spans, numbers_of(layout, 0), numbers_of(other, 0), world, rank)
-    assert sum(run.size for run in halo.held) >= 8
+    found = gathered_by_spans(spans, numbers_of(layout, 0), numbers_of(other, 0), world, rank)
+    assert sum(run.size for run in found.held) >= 8
     *queries, upper = [x[:, layout.index()].requires_grad_() for x in (whole[0], whole[3])]
     keys = [x[:, other.index()].requires_grad_() for x in whole[1:3]]
     y = spar.attention(*queries, *keys, (layout, other), mask=spans, method="gather")
@@ -152,9 +152,9 @@ def check_strips(rank: int, world: int, group: Group) -> None:
     """The halo lies beside a rank's own keys: one block covers both."""
     layout = SequenceLayout.even(16 * world, group)
     numbers = numbers_of(layout, 0)
-    halo = halo_of(spar.Spans.window(16 * world, 5, 3), numbers, numbers, world, rank)
+    found = gathered_by_spans(spar.Spans.window(16 * world, 5, 3), numbers, numbers, world, rank)
     before, behind = 5 * (rank > 0), 3 * (rank < world - 1)
-    assert joined_runs(halo.held) == [(0, 16 * rank - before, before + 16 + behind)]
+    assert joined_runs(found.held) == [(0, 16 * rank - before, before + 16 + behind)]
 
 
 def test_halo_and_own_keys_are_one_run(ranks: Ranks) -> None:

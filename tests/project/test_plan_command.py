@@ -22,7 +22,8 @@ from helpers.whole_attention import inputs
 import spar
 from spar import SequenceLayout
 from spar._attention import attention as attention_module
-from spar._attention.rounds import round_of
+from spar._attention.blocks import blocks_of
+from spar._attention.travel import shifts_by_runs
 from spar._commands.arguments import main
 from spar._commands.plan import ways as ways_module
 from spar._commands.plan.exchanges import Traffic, exchanged
@@ -225,7 +226,8 @@ def test_work_is_that_of_the_blocks_of_a_ring(world: int, causal: bool) -> None:
         numbers = numbers_of(layout, 0)
         found = []
         for rank in range(world):
-            steps = round_of(numbers, world, rank, causal, layout.is_packed, True).steps
+            held = shifts_by_runs(numbers, world, rank, causal, layout.is_packed).held
+            steps = [blocks_of(held[0], keys, causal, layout.is_packed, True) for keys in held]
             blocks = [block for step in steps for block in step]
             found.append(sum(b.keys * (b.keys + 1) // 2 if b.causal else b.queries * b.keys for b in blocks))
         assert work_of(layer, "ring", layout) == [layer.heads * pairs for pairs in found]

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys of other ranks each rank needs, and how they travel: gathered at once, or shifted round a ring.
+
+What is needed follows from lengths, from documents or from spans. All ranks know these, and where each token
+lies, so that each rank derives what every rank needs: no sizes are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .._exchange.gather_plan import GatherPlan, Holders, placed
+from .._exchange.layouts import RUNS, Args, Layout, Piece, by_sizes, pair, rotated, shards
+from . import tiles
+from .spans import Spans
+
+# A run, and where it begins among its owner's tokens.
+Placed = tuple[int, Piece]
+# Returns the runs of keys that go from an owner to a receiver, in order: of (owner, receiver).
+Needed = Callable[[int, int], Sequence[Placed]]
+
+
+class Gathered(NamedTuple):
+    """What a rank gathers.
+
+    Attributes:
+        plan: how the keys come.
+        held: which keys they are, one behind the other.
+    """
+
+    plan: GatherPlan
+    held: tuple[Piece, ...]
+
+
+class Shift(NamedTuple):
+    """How a step of a ring gets its keys [B, K, T, D] from their owner.
+
+    Attributes:
+        parts: this rank's keys that go to the rank that attends to them in this step: (first, number), in
+            order.
+        shard: the layouts of the keys before and after the exchange.
+        gradient: likewise those of their gradient, which goes back.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    shard: Args
+    gradient: Args
+
+
+class Shifts(NamedTuple):
+    """What a rank receives in a ring. A step in which no rank needs keys is left out.
+
+    Attributes:
+        held: the keys of each step, of which the first are this rank's own.
+        shifts: how those of each step but the first come.
+    """
+
+    held: tuple[Sequence[Piece], ...]
+    shifts: tuple[Shift, ...]
+
+
+# ---- what is needed ----
+
+
+def _by_lengths(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Needed:
+    """Need all keys; under causality the runs of each shard that are not behind all queries.
+
+    At least one key, if there are any: torch.compile drops an exchange from which a rank receives no element,
+    and its peers would wait for it. Runs are in the order of the sequence, equal or apart.
+    """
+    held = [placed(runs) for runs in of_ranks]
+
+    def needed(owner: int, receiver: int) -> Sequence[Placed]:
+        keys, queries = held[owner], held[receiver]
+        if not causal or not keys:
+            return keys
+        end = queries[-1][1].start + queries[-1][1].size if queries else 0
+        return [key for key in keys if key[1].start < end] or [(0, Piece(keys[0][1].start, 1, 0))]
+
+    return needed
+
+
+def _by_documents(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Needed:
+    """Need the keys of shared documents, under causality none behind a rank's last query in each."""
+    documents: dict[int, list[tuple[int, int, Piece]]] = {}
+    for rank, runs in enumerate(of_ranks):
+        for at, run in placed(runs):
+            documents.setdefault(run.sequence, []).append((rank, at, run))
+    sent: dict[tuple[int, int], list[Placed]] = {}
+    for _, document in sorted(documents.items()):
+        ends = {rank: run.start + run.size for rank, _, run in document}
+        for receiver, end in ends.items() if len(ends) > 1 else ():
+            for owner, at, run in document:
+                if owner != receiver and (run.start < end or not causal):
+                    sent.setdefault((owner, receiver), []).append((at, run))
+    return lambda owner, receiver: sent.get((owner, receiver), ())
+
+
+def _by_spans(spans: Spans, queries: Sequence[Sequence[Piece]], keys: Sequence[Sequence[Piece]]) -> Needed:
+    """Need the keys to which spans let some query of a rank attend."""
+    holders = Holders(keys)
+    sent: dict[tuple[int, int], list[Placed]] = {}
+    for receiver, runs in enumerate(queries):
+        for first, end in tiles.needed_keys(spans, runs):
+            for owner, at, part in holders.parts(first, end - first):
+                if owner != receiver:
+                    sent.setdefault((owner, receiver), []).append((at, part))
+    return lambda owner, receiver: sent.get((owner, receiver), ())
+
+
+# ---- gathered at once ----
+
+
+def gathered_by_documents(numbers: Layout, world: int, rank: int, causal: bool, with_own: bool) -> Gathered:
+    """Gather the keys of documents that a rank shares with others.
+
+    with_own: whether its own keys are among them, so that those of each document are one behind the other.
+    """
+    of_ranks = shards(numbers, world)
+    return _gathered(of_ranks, rank, _by_documents(of_ranks, causal), with_own)
+
+
+def gathered_by_spans(spans: Spans, queries: Layout, keys: Layout, world: int, rank: int) -> Gathered:
+    """Gather the keys that spans leave a rank's queries, and its own, whether these attend to them or not."""
+
+    def make() -> Gathered:
+        held = shards(keys, world)
+        return _gathered(held, rank, _by_spans(spans, shards(queries, world), held), True)
+
+    made: Gathered = spans.remember(("gathered", queries, keys, world, rank, tiles.TILE), make)
+    return made
+
+
+def _gathered(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed, with_own: bool) -> Gathered:
+    ranks = range(len(of_ranks))
+    sent = [(at, run.size) for peer in ranks if peer != rank for at, run in needed(rank, peer)]
+    sizes = [
+        0 if owner == receiver else sum([run.size for _, run in needed(owner, receiver)])
+        for receiver in ranks
+        for owner in ranks
+    ]
+    # What is received lies behind the shard, owner by owner.
+    received = [run for owner in ranks if owner != rank for _, run in needed(owner, rank)]
+    first = 0 if with_own else len(placed(of_ranks[rank]))
+    items = sorted(placed([*of_ranks[rank], *received])[first:], key=lambda item: item[1])
+    order = [(at, run.size) for at, run in items]
+    return Gathered(GatherPlan(tuple(sent), tuple(sizes), tuple(order)), tuple([run for _, run in items]))
+
+
+# ---- round a ring ----
+
+
+def shifts_by_runs(numbers: Layout, world: int, rank: int, causal: bool, packed: bool) -> Shifts:
+    """Shift the keys of shared documents where these lie on some ranks only, else those of each shard.
+
+    packed: whether there are documents; where these lie on all ranks, all keys of a shard travel.
+    """
+    of_ranks = shards(numbers, world)
+    if numbers[1] == RUNS:
+        return _shifts(of_ranks, rank, _by_documents(of_ranks, causal))
+    return _shifts(of_ranks, rank, _by_lengths(of_ranks, causal and not packed))
+
+
+def shifts_by_spans(spans: Spans, layout: Layout, world: int, rank: int) -> Shifts:
+    """Shift the keys that spans leave the queries of each rank."""
+
+    def make() -> Shifts:
+        of_ranks = shards(layout, world)
+        return _shifts(of_ranks, rank, _by_spans(spans, of_ranks, of_ranks))
+
+    made: Shifts = spans.remember(("shifts", layout, world, rank, tiles.TILE), make)
+    return made
+
+
+def _shifts(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed) -> Shifts:
+    world = len(of_ranks)
+    held, shifts = [of_ranks[rank]], []
+    for step in range(1, world):
+        sent = [needed(owner, (owner + step) % world) for owner in range(world)]
+        sizes = [sum([run.size for _, run in runs]) for runs in sent]
+        if not any(sizes):
+            continue
+        received = [sizes[(receiver - step) % world] for receiver in range(world)]
+        shard = pair(by_sizes(2, sizes), rotated(2, sizes, step))
+        gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
+        shifts.append(Shift(_joined(sent[rank]), shard, gradient))
+        held.append([run for _, run in sent[(rank - step) % world]])
+    return Shifts(tuple(held), tuple(shifts))
+
+
+def _joined(runs: Sequence[Placed]) -> tuple[tuple[int, int], ...]:
+    """Return where runs lie among their owner's tokens, (first, number), those that adjoin joined."""
+    parts: list[tuple[int, int]] = []
+    for at, run in runs:
+        if parts and parts[-1][0] + parts[-1][1] == at:
+            parts[-1] = parts[-1][0], parts[-1][1] + run.size
+        else:
+            parts.append((at, run.size))
+    return tuple(parts)
