@@ -131,26 +131,17 @@ def _of_heads(request: Request, first: int, count: int) -> Request:
 
 def gather(problem: Problem) -> Run:
     """Gather the keys that this rank's queries need, all or a part, and attend with these queries."""
-    compiles, is_alone = torch.compiler.is_compiling(), problem.group.world == 1
-    if problem.uses_spans and not compiles:
-        return functools.partial(_by_spans, problem)
-    if problem.listed and not compiles and not is_alone:
-        return _by_documents(problem)
-    in_graph = problem.uses_spans or (problem.listed and problem.blockwise)
-    if in_graph and not is_alone and problem.keys == problem.queries:
+    decide, is_shared = _by_lengths, problem.group.world > 1
+    if torch.compiler.is_compiling():
         # The number of keys that a rank needs follows from values that a graph does not know.
-        return ring(problem)
-    if problem.keys is None:
-        return _with_own_keys(problem, _over_keys(problem))
-    args = shards_pair((problem.shapes.seq, *problem.keys[1:]), problem.group.world, False)
-    exchange = Exchange("attention", problem.group, (args, args), kind=GATHER, note=problem.note)
-
-    def bring(k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        return [x.permute(problem.shapes.by_heads) for x in run_decided(exchange, (k, v))]
-
-    if own_first := _own_block_first(problem):
-        return _gathering(problem, bring, own_first, True)
-    return _gathering(problem, bring, _over_keys(problem), False)
+        by_values = problem.uses_spans or (problem.listed and problem.blockwise)
+        if by_values and is_shared and problem.keys == problem.queries:
+            decide = ring
+    elif problem.uses_spans:
+        decide = _by_spans
+    elif problem.listed and is_shared:
+        decide = _by_documents
+    return decide(problem)
 
 
 def _gathering(problem: Problem, bring: Bring, compute: Compute, own_first: bool) -> Run:
@@ -164,6 +155,20 @@ def _gathering(problem: Problem, bring: Bring, compute: Compute, own_first: bool
         return _as_given(problem, compute((q, gathered[0], gathered[1]), request))
 
     return run
+
+
+def _by_lengths(problem: Problem) -> Run:
+    """Gather all keys, unless this rank holds them."""
+    if problem.keys is None:
+        return _with_own_keys(problem, _over_keys(problem))
+    args = shards_pair((problem.shapes.seq, *problem.keys[1:]), problem.group.world, False)
+    exchange = Exchange("attention", problem.group, (args, args), kind=GATHER, note=problem.note)
+
+    def bring(k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        return [x.permute(problem.shapes.by_heads) for x in run_decided(exchange, (k, v))]
+
+    own_first = _is_own_first(problem)
+    return _gathering(problem, bring, (_own_first if own_first else _over_keys)(problem), own_first)
 
 
 def _over_keys(problem: Problem) -> Compute:
@@ -180,20 +185,23 @@ def _over_keys(problem: Problem) -> Compute:
     return by_runs(problem, runs, [Piece(0, problem.total_keys, 0)])
 
 
-def _own_block_first(problem: Problem) -> Compute | None:
-    """Attend to this rank's keys, then to those before them; None if causality is not all that is asked for.
+def _is_own_first(problem: Problem) -> bool:
+    """Whether keys are gathered, and causality, which blocks can skip, is all that is asked for."""
+    shapes, is_shared = problem.shapes, problem.group.world > 1 and problem.keys == problem.queries
+    is_causal_alone = problem.causal and problem.blockwise and problem.mask is None
+    is_causal_alone = is_causal_alone and not (problem.packed or problem.uses_spans)
+    is_empty = problem.is_empty(shapes.heads, shapes.tokens, problem.total_keys)
+    return is_causal_alone and is_shared and not is_empty
+
+
+def _own_first(problem: Problem) -> Compute:
+    """Attend to this rank's keys, then to those before them.
 
     One block of this rank's own keys covers all queries: its output and gradients are not copied.
     """
-    is_causal_alone = problem.causal and problem.blockwise and problem.mask is None
-    is_causal_alone = is_causal_alone and not (problem.packed or problem.uses_spans)
-    if not is_causal_alone or problem.group.world == 1 or problem.keys != problem.queries:
-        return None
-    if problem.is_empty(problem.shapes.heads, problem.shapes.tokens, problem.total_keys):
-        return None
     runs = pieces(problem.queries, problem.group.world, problem.group.rank)
-    steps = tuple(blocks_by_runs(problem)(runs, runs)), tuple(blocks_before(runs))
-    return in_ring(alone(problem, problem.scores(), Round(steps)))
+    own = blocks_by_runs(problem)(runs, runs)
+    return in_ring(alone(problem, problem.scores(), Round((tuple(own), tuple(blocks_before(runs))))))
 
 
 def _planned_keys(problem: Problem, plan: GatherPlan, note: str, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -209,28 +217,35 @@ def _by_documents(problem: Problem) -> Run:
     note = f"hash of the runs {digest(problem.queries):x}"
     note = f"{problem.note}, {note}" if problem.note else note
     bring, runs = functools.partial(_planned_keys, problem, found.plan, note), pieces(*place)
-    if problem.is_empty(shapes.heads, shapes.tokens, shapes.key_tokens):
-        return _gathering(problem, bring, functools.partial(nothing, problem), False)
-    if not problem.blockwise:
-        return _gathering(problem, bring, by_runs(problem, runs, found.held), False)
-    blocks = blocks_by_runs(problem)
-    steps = tuple(blocks(runs, runs)), tuple(blocks(runs, found.held))
-    return _gathering(problem, bring, in_ring(alone(problem, problem.scores(), Round(steps))), True)
+    is_empty = problem.is_empty(shapes.heads, shapes.tokens, shapes.key_tokens)
+    if is_empty:
+        compute: Compute = functools.partial(nothing, problem)
+    elif problem.blockwise:
+        blocks = blocks_by_runs(problem)
+        steps = tuple(blocks(runs, runs)), tuple(blocks(runs, found.held))
+        compute = in_ring(alone(problem, problem.scores(), Round(steps)))
+    else:
+        compute = by_runs(problem, runs, found.held)
+    return _gathering(problem, bring, compute, problem.blockwise and not is_empty)
 
 
-def _by_spans(problem: Problem, request: Request) -> Outs:
+def _by_spans(problem: Problem) -> Run:
     """Gather the keys that spans leave this rank's queries, and attend to them and to its own."""
     world, rank, shapes = problem.group.world, problem.group.rank, problem.shapes
-    q, k, v = _permuted(problem, *request[:3])
-    held: Sequence[Piece] = [Piece(0, problem.total_keys, 0)]
-    if problem.keys is not None:
-        spans = spans_of(problem, request)
-        plan, held = gathered_by_spans(spans, problem.queries, problem.keys, world, rank)
-        k, v = _planned_keys(problem, plan, problem.note, request.k, request.v)
-    if problem.is_empty(shapes.heads, shapes.tokens, k.size(2)):
-        return _as_given(problem, nothing(problem, (q, k, v), request))
     runs = pieces(problem.queries, world, rank)
-    return _as_given(problem, by_spans(problem, 0, runs, held, (q, k, v), request))
+
+    def run(request: Request) -> Outs:
+        q, k, v = _permuted(problem, *request[:3])
+        held: Sequence[Piece] = [Piece(0, problem.total_keys, 0)]
+        if problem.keys is not None:
+            spans = spans_of(problem, request)
+            plan, held = gathered_by_spans(spans, problem.queries, problem.keys, world, rank)
+            k, v = _planned_keys(problem, plan, problem.note, request.k, request.v)
+        if problem.is_empty(shapes.heads, shapes.tokens, k.size(2)):
+            return _as_given(problem, nothing(problem, (q, k, v), request))
+        return _as_given(problem, by_spans(problem, 0, runs, held, (q, k, v), request))
+
+    return run
 
 
 # ---- ring ----
