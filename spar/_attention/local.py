@@ -142,8 +142,8 @@ def scores_and_blocks(
     kernel, softcap = problem.kernel, problem.softcap > 0
     if request.mask is None and request.bias is None:
         windowed = can_compute(kernel, q, v, Needs(softcap=softcap, window=True))
-        if windowed and (strips := strips_of(spans)) is not None:
-            return scores, functools.partial(strip_blocks, strips)
+        if windowed and strips_of(spans) is not None:
+            return scores, functools.partial(strip_blocks, spans)
         if suits(spans, kernel, q) and can_compute(kernel, q, v, Needs(softcap=softcap, spans=True)):
             return scores, functools.partial(long_blocks, spans)
     # A bias is a tensor of all scores of a block.
@@ -156,19 +156,17 @@ def _by_tiles(
 ) -> Tensor:
     """Attend with each tile of queries to the keys of its spans, in one call: blocks cannot drop weights."""
     spans, (q, k, v) = spans_of(problem, request), tensors
-    outs = []
+    outs, of_keys = [], tiles.held_runs(keys)
     for query, begin, size, first, end in tiles.tile_of_keys(spans, runs):
         allowed, held = [], []
-        for at, start, count in tiles.joined_runs(keys):
-            low, high = max(first, start), min(end, start + count)
-            if low < high:
-                held.append((at + low - start, high - low))
-                if not is_fake(q):
-                    allowed.append(spans.dense(begin, size, low, high - low).to(q.device))
-                else:
-                    allowed.append(q.new_ones(*spans.shape[:2], size, high - low, dtype=torch.bool))
-                if request.mask is not None:
-                    allowed[-1] = joined(sliced(request.mask, begin, size, low, high - low), allowed[-1])
+        for _, at, (start, count, _) in of_keys.parts(first, end - first):
+            held.append((at, count))
+            if not is_fake(q):
+                allowed.append(spans.dense(begin, size, start, count).to(q.device))
+            else:
+                allowed.append(q.new_ones(*spans.shape[:2], size, count, dtype=torch.bool))
+            if request.mask is not None:
+                allowed[-1] = joined(sliced(request.mask, begin, size, start, count), allowed[-1])
         of_tile = q.narrow(2, query, size), selected(k, held, 2), selected(v, held, 2)
         if held:
             out = _kernel(problem, of_tile, request, torch.cat(allowed, 3), False)

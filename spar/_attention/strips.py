@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from .._exchange.layouts import Piece
 from .blocks import Block
 from .spans import Spans
-from .tiles import joined_runs
+from .tiles import held_runs, joined_runs
 
 # With more strips than one for so many queries, tiles are fewer blocks.
 _SHORTEST = 64
@@ -62,22 +63,27 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
     return tuple([strip for strip in strips if strip.first < strip.end])
 
 
-def strip_blocks(
-    strips: Sequence[Strip], queries: Sequence[Piece], keys: Sequence[Piece]
-) -> tuple[Block, ...]:
-    """Return the blocks of runs that lie one behind the other in the local tensors."""
-    blocks = []
-    held = joined_runs(keys)
+def strip_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered."""
+    key, strips = ("strip blocks", tuple(queries), tuple(keys)), strips_of(spans) or ()
+    made: tuple[Block, ...] = spans.remember(key, lambda: _blocks(strips, queries, keys))
+    return made
+
+
+def _blocks(strips: Sequence[Strip], queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    blocks, held = [], held_runs(keys)
+    ends = [strip.begin + strip.size for strip in strips]
     for query, start, count in joined_runs(queries):
-        for strip in strips:
-            begin, end = max(start, strip.begin), min(start + count, strip.begin + strip.size)
-            for key, key_start, key_count in held:
-                if block := _block(strip, (begin, end), (key_start, key_start + key_count)):
-                    blocks.append(
-                        block._replace(
-                            query=query + block.query_start - start, key=key + block.key_start - key_start
-                        )
-                    )
+        for number in range(bisect.bisect_right(ends, start), len(strips)):
+            strip = strips[number]
+            begin, end = max(start, strip.begin), min(start + count, ends[number])
+            if begin >= end:
+                break
+            first, last = max(strip.first, begin - strip.left), min(strip.end, end + strip.right)
+            for _, key, run in held.parts(first, last - first):
+                if block := _block(strip, (begin, end), (run.start, run.start + run.size)):
+                    place = query + block.query_start - start, key + block.key_start - run.start
+                    blocks.append(block._replace(query=place[0], key=place[1]))
     return tuple(blocks)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._exchange.gather_plan import Holders
 from .._exchange.layouts import Piece
 from .blocks import Block
 from .spans import Spans
@@ -48,21 +49,17 @@ def blocks_by(
 def _blocks(
     spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece], most_keys: int
 ) -> tuple[Block, ...]:
-    held = joined_runs(keys)
+    held = held_runs(keys)
     blocks = []
     for query, begin, size in _tiles(queries):
         for sample, ranges in _ranges(spans, begin, size):
             for first, end, kind in ranges:
-                for key, start, count in held:
-                    low, high = max(first, start), min(end, start + count)
-                    whole = (low, high) == (first, end)
-                    step = high - low if kind == CAUSAL and whole else most_keys
-                    for at in range(low, high, max(step, 1)):
-                        part = min(step, high - at)
-                        place = query, size, key + at - start, part, kind == CAUSAL and whole, begin, at
-                        blocks.append(
-                            Block(*place, kind == PARTIAL or (kind == CAUSAL and not whole), sample)
-                        )
+                for _, key, (start, count, _) in held.parts(first, end - first):
+                    causal = kind == CAUSAL and count == end - first
+                    for at in range(0, count, count if causal else most_keys):
+                        part = count if causal else min(most_keys, count - at)
+                        place = query, size, key + at, part, causal, begin, start + at
+                        blocks.append(Block(*place, kind != FULL and not causal, sample))
     return tuple(_taller(blocks))
 
 
@@ -124,6 +121,11 @@ def joined_runs(keys: Sequence[Piece]) -> list[tuple[int, int, int]]:
             held.append((at, start, size))
         at += size
     return held
+
+
+def held_runs(keys: Sequence[Piece]) -> Holders:
+    """Return what finds the parts of an interval among keys that lie one behind the other."""
+    return Holders([[Piece(start, size, 0) for _, start, size in joined_runs(keys)]])
 
 
 Samples = list[tuple[int, list[Range]]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.flex import Flex
 from spar._attention.kernels.kernel import NO_WINDOW, BlockInputs, Needs, torch_version
 from spar._attention.strips import strip_blocks, strips_of
-from spar._exchange.layouts import Piece
+from spar._exchange.layouts import Piece, packed, pieces
 
 pytestmark = pytest.mark.one_transport
 
@@ -266,7 +267,7 @@ def test_strips_are_the_spans() -> None:
         covered = torch.zeros(total, total, dtype=torch.int32)
         found = strips_of(spans)
         assert found is not None
-        for block in strip_blocks(found, [Piece(0, total, 0)], [Piece(0, total, 0)]):
+        for block in strip_blocks(spans, [Piece(0, total, 0)], [Piece(0, total, 0)]):
             q = torch.arange(block.queries)[:, None] + block.keys - block.queries
             k = torch.arange(block.keys)
             left, right = block.window or (total, 0 if block.causal else total)
@@ -276,6 +277,18 @@ def test_strips_are_the_spans() -> None:
         assert torch.equal(covered, spans.dense()[0, 0].to(torch.int32)), spans
     assert strips_of(spar.Spans.padding(torch.arange(400) // 50 % 2)) is None
     assert strips_of(spar.Spans.documents(torch.arange(4000) // 2)) is None
+
+
+def test_strips_of_many_runs_take_time_of_their_number() -> None:
+    """Of 400 packed documents: each strip with each run of queries and of keys would be 64 million."""
+    total, documents = 32_000, 400
+    spans = spar.Spans.window(total, 30, 0) & spar.Spans.documents(torch.arange(total) // 80)
+    runs = pieces(packed(0, documents, [80] * documents), 4, 1)
+    begin = time.process_time()
+    blocks = strip_blocks(spans, runs, runs)
+    took = time.process_time() - begin
+    assert sum(block.queries for block in blocks) >= sum(run.size for run in runs)
+    assert took < 1.0, "20 ms on an idle core"
 
 
 @pytest.mark.parametrize(("version", "passed"), [("2.6.0+cpu", 4), ("2.12.1", 4), ("2.13.0", 2)])
