@@ -26,15 +26,13 @@ from ..ops.unused import depending_on
 from . import tiles
 from .blocks import BlocksMaker, blocks_of, no_blocks
 from .graph_op import Description, in_graph
-from .kernels import can_compute, flash_instead_of_cudnn
-from .kernels.kernel import Needs, accumulated
-from .long_blocks import long_blocks, suits
+from .kernels import blocks_of_spans, flash_instead_of_cudnn
+from .kernels.kernel import accumulated
 from .masks import causal_mask, joined, sliced
 from .problem import Problem, Request
 from .ring import Ring, Round, attend_round
 from .scores import Scores
 from .spans import Spans, with_keywords
-from .strips import strip_blocks, strips_of
 
 # q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -139,13 +137,10 @@ def scores_and_blocks(
     scores = replace(problem.scores(first), spans=spans, bias=request.bias)
     if not problem.computes:
         return scores, no_blocks
-    kernel, softcap = problem.kernel, problem.softcap > 0
     if request.mask is None and request.bias is None:
-        windowed = can_compute(kernel, q, v, Needs(softcap=softcap, window=True))
-        if windowed and strips_of(spans) is not None:
-            return scores, functools.partial(strip_blocks, spans)
-        if suits(spans, kernel, q) and can_compute(kernel, q, v, Needs(softcap=softcap, spans=True)):
-            return scores, functools.partial(long_blocks, spans)
+        read = blocks_of_spans(problem.kernel, q, v, problem.softcap > 0, spans)
+        if read is not None:
+            return scores, read
     # A bias is a tensor of all scores of a block.
     most = 2**31 if request.bias is None else MOST_KEYS
     return scores, functools.partial(tiles.blocks_by, spans, most_keys=most)

@@ -17,20 +17,6 @@ from .blocks import Block
 from .spans import Spans
 from .tiles import joined_runs
 
-# A kernel compares each pair with each interval of its query.
-MOST_INTERVALS = 16
-# The first call of a kernel that reads spans compiles it. A few tiles are not worth that.
-_SHORTEST = 1024
-
-
-def suits(spans: Spans, kernel: str | None, q: Tensor) -> bool:
-    """Whether long blocks of queries [B, H, S, D] are to be computed from spans by a kernel that can.
-
-    kernel: its name, if the caller named it.
-    """
-    few = spans.ends.size(3) <= 2 * MOST_INTERVALS
-    return few and (kernel is not None or q.size(2) >= _SHORTEST)
-
 
 def long_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
     """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered.

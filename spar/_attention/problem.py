@@ -21,13 +21,12 @@ from .._group.group import Group
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
-from .kernels import NAMES, reason_against
+from .kernels import NAMES, blocks_of_spans, reason_against
 from .kernels.kernel import Needs
 from .masks import shape_of_mask
 from .pairs import Function
 from .scores import Scores
 from .spans import Keywords, Spans, with_keywords
-from .strips import strips_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Window = tuple[int | None, int | None]
@@ -297,9 +296,9 @@ def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
     why = reason_against(kernel, q, v, Needs(dense or problem.uses_spans, softcap))
     if why and problem.uses_spans and not dense and not torch.compiler.is_compiling():
         spans = with_keywords(request.spans, problem.keywords)
-        if strips_of(spans) is not None:
-            # A kernel that takes windows needs no masks.
-            why = why if reason_against(kernel, q, v, Needs(softcap=softcap, window=True)) else ""
+        if blocks_of_spans(kernel, q, v, softcap, spans) is not None:
+            # It needs no masks.
+            why = ""
     if why:
         expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
         raise call.error("attend", repr(kernel), expected)

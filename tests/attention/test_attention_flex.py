@@ -26,7 +26,7 @@ from spar import SequenceLayout, Spans
 from spar._attention.kernels import block_mask, flex
 from spar._attention.kernels.block_mask import tables_of
 from spar._attention.kernels.kernel import BlockInputs, Needs
-from spar._attention.long_blocks import MOST_INTERVALS, long_blocks
+from spar._attention.long_blocks import long_blocks
 from spar._exchange.layouts import Piece
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.long]
@@ -259,7 +259,7 @@ def check_choice(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(40, group)
     window, prefix = Spans.window(40, 5, 0), Spans.causal(40) & (Spans.window(40, 5, 0) | Spans.prefix(40, 2))
     holes = Spans.padding(torch.arange(40)[None] % 2)
-    assert holes.ends.size(3) > 2 * MOST_INTERVALS
+    assert holes.ends.size(3) > 2 * flex.MOST_INTERVALS
     x = torch.randn(1, layout.index().numel(), 2, 16).bfloat16()
 
     def used(shortest: int = 0, both: bool = False, **keywords: Any) -> tuple[bool, bool]:

@@ -51,10 +51,13 @@ def standins(**kernels: Any) -> Iterator[None]:
         "_scaled_dot_product_cudnn_attention": flash_attn_standin.cudnn_forward,
         "_scaled_dot_product_cudnn_attention_backward": flash_attn_standin.cudnn_backward,
     }
+    on_cpu = {**KERNELS["cpu"], "flash_attn": FlashAttn(), **kernels}
+    # It is the last one, as on a GPU.
+    on_cpu["flex"] = on_cpu.pop("flex")
     with (
         flash_attn_standin.installed(),
+        mock.patch.dict(KERNELS, cpu=on_cpu),
         flex_standin.installed(),
-        mock.patch.dict(KERNELS["cpu"], flash_attn=FlashAttn(), **kernels),
         mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
         mock.patch("torch.backends.cuda.can_use_cudnn_attention", lambda call: True),
         mock.patch.multiple(torch.ops.aten, create=True, **ops),
@@ -127,7 +130,7 @@ def test_choice_on_a_gpu() -> None:
             standins(),
             mock.patch.dict(KERNELS, cpu=KERNELS["cuda"]),
             mock.patch("torch._fused_sdp_choice", lambda *tensors, **options: torch_prefers.value),
-            mock.patch.object(Blockwise, "has_one_run", lambda self, q, v: q.size(2) < 4096),
+            mock.patch.object(Blockwise, "suits", lambda self, q, v, needs: q.size(2) < 4096),
             mock.patch.object(Flex, "refuses", lambda self, q, v, needs: NO_WINDOW if needs.window else ""),
         ):
             return names[id(kernel_for(None, x, x, Needs(**needs)))]

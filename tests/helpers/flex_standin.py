@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spar._attention import long_blocks
 from spar._attention.kernels import KERNELS, flex
 from spar._attention.kernels.kernel import Needs
 
@@ -99,7 +98,7 @@ def installed(shortest: int = 0) -> Iterator[None]:
     with (
         mock.patch.dict(KERNELS["cpu"], flex=AnyDevice()),
         mock.patch.object(flex, "_compiled", lambda variant: attend),
-        mock.patch.object(long_blocks, "_SHORTEST", shortest),
+        mock.patch.object(flex, "_SHORTEST", shortest),
     ):
         CALLS.clear()
         yield

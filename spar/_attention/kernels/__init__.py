@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..blocks import BlocksMaker
+from ..spans import Spans
 from .aten import CudnnCuda, FlashCpu, FlashCuda, prefers_cudnn
 from .blockwise import Blockwise
 from .flash_attn import FlashAttn
@@ -13,14 +15,13 @@ from .flex import Flex
 from .kernel import Kernel, Needs
 
 _BLOCKWISE = Blockwise()
-_CUDNN = CudnnCuda()
 _FLEX = Flex()
 # By device type and name, in the order in which `kernel_for` asks them. Blockwise refuses only windows and
 # spans.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
     "cuda": {
-        "cudnn": _CUDNN,
+        "cudnn": CudnnCuda(),
         "flash": FlashCuda(),
         "flash_attn": FlashAttn(),
         "blockwise": _BLOCKWISE,
@@ -44,11 +45,8 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
     if name is not None and not _refusal(kernels[name], q, v, needs):
         return kernels[name]
     for kernel in kernels.values():
-        if kernel is _CUDNN and (needs.varied or not prefers_cudnn(q, v)):
-            continue  # it would plan for each size
-        if kernel is _BLOCKWISE and not _BLOCKWISE.has_one_run(q, v):
-            continue  # those behind it are faster
-        if not _refusal(kernel, q, v, needs):
+        fits = kernel.takes_no_width or 0 not in (q.size(3), v.size(3))
+        if fits and kernel.suits(q, v, needs) and not kernel.refuses(q, v, needs):
             return kernel
     if why := _BLOCKWISE.refuses(q, v, needs):
         raise NotImplementedError(
@@ -65,14 +63,23 @@ def flash_instead_of_cudnn(q: Tensor, v: Tensor) -> FlashCuda | None:
     return None if _refusal(kernel, q, v, Needs()) else kernel
 
 
-def can_compute(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> bool:
-    """Whether the named kernel, or any if none is named, can compute blocks of these tensors."""
-    kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
-    names = kernels if name is None else [name]
-    return any(not _refusal(kernels[name], q, v, needs) for name in names)
+def blocks_of_spans(
+    name: str | None, q: Tensor, v: Tensor, softcap: bool, spans: Spans
+) -> BlocksMaker | None:
+    """Return what finds the blocks in which the named kernel, or the first that can, reads spans; None: none.
+
+    On a GPU flex compiles to find out whether it can, and is asked for that last.
+    """
+    for kernel_name, kernel in KERNELS.get(q.device.type, _ON_ANY_DEVICE).items():
+        if name not in (None, kernel_name) or kernel.reads is None:
+            continue
+        blocks = kernel.blocks(spans, q.size(2), name is not None)
+        if blocks is not None and not _refusal(kernel, q, v, kernel.reads._replace(softcap=softcap)):
+            return blocks
+    return None
 
 
 def _refusal(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> str:
-    if kernel is not _BLOCKWISE and 0 in (q.size(3), v.size(3)):
+    if not kernel.takes_no_width and 0 in (q.size(3), v.size(3)):
         return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"
     return kernel.refuses(q, v, needs)

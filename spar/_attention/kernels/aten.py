@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs, torch_version
+from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, torch_version
 
 _aten = torch.ops.aten
 
 
-class FlashCpu:
+class FlashCpu(Kernel):
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if not hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return f"torch {torch.__version__} does not have it"
@@ -49,7 +49,7 @@ class FlashCpu:
         return dq, _summed(dk, heads), _summed(dv, heads)
 
 
-class CudnnCuda:
+class CudnnCuda(Kernel):
     """By cuDNN. It makes a plan for each combination of sizes, once."""
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
@@ -60,6 +60,9 @@ class CudnnCuda:
         # v in the place of k, which has its shape.
         call = torch.backends.cuda.SDPAParams(q, v, v, None, 0.0, False, q.size(1) != v.size(1))
         return "" if torch.backends.cuda.can_use_cudnn_attention(call) else "torch has no cuDNN that can"
+
+    def suits(self, q: Tensor, v: Tensor, needs: Needs) -> bool:
+        return not needs.varied and prefers_cudnn(q, v)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, _, scale, *_ = block
@@ -98,7 +101,7 @@ def prefers_cudnn(q: Tensor, v: Tensor) -> bool:
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
-class FlashCuda:
+class FlashCuda(Kernel):
     """By FlashAttention-2, on GPUs."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, scale: float) -> Tensor:

@@ -6,20 +6,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite
+from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, accumulated, finite
 
 # So many scores at a time at most, unless one query alone has more. On a CPU they should stay in its cache.
 _SCORES = 1 << 24
 _SCORES_OF_CPU = 1 << 20
 
 
-class Blockwise:
+class Blockwise(Kernel):
+    takes_no_width = True
+
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if needs.window:
             return NO_WINDOW
         return NO_SPANS if needs.spans else ""
 
-    def has_one_run(self, q: Tensor, v: Tensor) -> bool:
+    def suits(self, q: Tensor, v: Tensor, needs: Needs) -> bool:
         """Whether it is as fast as a compiled kernel: always on a CPU, else if all scores fit at once."""
         return q.is_cpu or q.shape[:3].numel() * v.size(2) <= _SCORES
 

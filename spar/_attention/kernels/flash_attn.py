@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..blocks import BlocksMaker
+from ..spans import Spans
+from ..strips import strip_blocks, strips_of
 from .aten import refuses_16_bits
-from .kernel import BlockInputs, Gradients, Needs
+from .kernel import BlockInputs, Gradients, Kernel, Needs
 
 _OLDEST = (2, 7)
 _PLAIN = {"dropout_p": 0.0, "alibi_slopes": None}
@@ -40,10 +43,15 @@ def _window(block: BlockInputs) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-class FlashAttn:
+class FlashAttn(Kernel):
+    reads = Needs(window=True)
+
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         why = "it cannot be inside compiled code" if torch.compiler.is_compiling() else ""
         return why or refuses_16_bits(q, v, needs) or _interface()[1]
+
+    def blocks(self, spans: Spans, queries: int, is_named: bool) -> BlocksMaker | None:
+        return None if strips_of(spans) is None else functools.partial(strip_blocks, spans)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in block[:3])

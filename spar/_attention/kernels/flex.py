@@ -16,14 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..blocks import BlocksMaker
+from ..long_blocks import long_blocks
+from ..spans import Spans
 from .block_mask import block_mask_of, intervals_of
-from .kernel import NO_WINDOW, BlockInputs, Gradients, Needs, accumulated, finite, torch_version
+from .kernel import NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, accumulated, finite, torch_version
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
 # Narrower products have no kernel.
 _NARROWEST = 16
 # The oldest torch that computes widths other than powers of 2.
 _ANY_WIDTH = (2, 8)
+# Each pair is compared with each interval of its query.
+MOST_INTERVALS = 16
+# The first call that reads spans is compiled. A few tiles are not worth that.
+_SHORTEST = 1024
 
 
 def uncompiled() -> Callable[..., tuple[Tensor, Tensor]]:
@@ -66,7 +73,9 @@ def _why_not_compiled(device: torch.device) -> str:
     return ""
 
 
-class Flex:
+class Flex(Kernel):
+    reads = Needs(spans=True)
+
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if q.is_cpu:
             return _ON_A_CPU
@@ -75,6 +84,11 @@ class Flex:
         if torch.compiler.is_compiling():
             return "it cannot be inside compiled code"
         return NO_WINDOW if needs.window else _why_not_wide(q, v) or _why_not_compiled(q.device)
+
+    def blocks(self, spans: Spans, queries: int, is_named: bool) -> BlocksMaker | None:
+        few = spans.ends.size(3) <= 2 * MOST_INTERVALS
+        is_long = is_named or queries >= _SHORTEST
+        return functools.partial(long_blocks, spans) if few and is_long else None
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

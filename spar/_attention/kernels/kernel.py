@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..blocks import BlocksMaker
 from ..spans import Spans
 
 
@@ -61,11 +62,27 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Kernel(Protocol):
     """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors.
 
-    Blockwise also computes heads of width 0; `reason_against` refuses them for all others.
+    Attributes:
+        takes_no_width: whether it computes heads of width 0, which `reason_against` refuses otherwise.
+        reads: what it must have to read spans without masks, windows or spans; None: it reads none.
     """
+
+    takes_no_width: bool = False
+    reads: Needs | None = None
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         """Return the reason why the kernel cannot compute blocks of these tensors; empty if it can."""
+
+    def suits(self, q: Tensor, v: Tensor, needs: Needs) -> bool:
+        """Whether it is to compute such blocks, if it can, where the caller names no kernel."""
+        return True
+
+    def blocks(self, spans: Spans, queries: int, is_named: bool) -> BlocksMaker | None:
+        """Return what finds the blocks in which it reads spans; None: these are not to be read by it.
+
+        queries: their number. is_named: whether the caller named this kernel.
+        """
+        return None
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         """Return the output [B, H, S, E] and the log-sum-exp [B, H, S] in `accumulated(q.dtype)`.
