@@ -9,8 +9,12 @@ from torch import Tensor
 from .._exchange.arguments import Arguments
 
 
-def shape_of_mask(call: Arguments, mask: object, whole_shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+def shape_of_mask(
+    call: Arguments, mask: object, whole_shape: tuple[int, int, int, int]
+) -> tuple[int, ...] | None:
     """Return the mask's shape with four dims, each of its size in the whole shape, [B, H, S, T], or 1."""
+    if mask is None:
+        return None
     batch, _, queries, keys = whole_shape
     whole = f"[.., {queries}, {keys}] over the whole sequence, or a key mask [{batch}, {keys}]"
     if not isinstance(mask, Tensor):

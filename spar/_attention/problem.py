@@ -162,60 +162,45 @@ class Problem:
 def checked(call: Arguments, request: Request, hashes: Sequence[str]) -> Problem:
     """Check a request of which the call's input is q; hashes: of `hashes_of`."""
     shapes, queries, keys = _checked_shapes(call, request), request.queries, request.keys
-    causal, attend, dropout_p = bool(request.causal), request.attend, request.dropout_p
     total, total_keys = queries.total, shapes.key_tokens if keys is None else keys.total
-    if attend is not None and not callable(attend):
-        raise call.type_error("attend", f"{attend!r:.200}", "a function, a kernel's name or None")
-    if causal and attend is not None and total_keys != total:
-        raise call.error("the number of keys", total_keys, f"{total} for attend with causal=True")
-    mask = None
-    if request.mask is not None:
-        mask = shape_of_mask(call, request.mask, (shapes.batch, shapes.heads, total, total_keys))
-    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
-    if request.returns_lse and (attend is not None or dropout_p):
-        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
-        raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
-    window = None if request.window is None else _checked_window(call, request.window, total, total_keys)
-    softcap = _checked_softcap(call, request.softcap) if request.softcap is not None else 0.0
-    if request.sinks is not None:
-        _check_sinks(call, request.sinks, shapes.heads)
-    if request.bias is not None and not callable(request.bias):
-        raise call.type_error("bias", f"{request.bias!r:.200}", "a function of index tensors, or None")
+    _check_function(call, request, total, total_keys)
+    mask = shape_of_mask(call, request.mask, (shapes.batch, shapes.heads, total, total_keys))
+    _check_dropout(call, request)
+    window = _checked_window(call, request.window, total, total_keys)
+    softcap = _checked_softcap(call, request.softcap)
+    _check_sinks(call, request.sinks, shapes.heads)
     _check_exclusive(call, request)
-    if request.spans is not None:
-        _check_spans(call, request.spans, shapes, total, total_keys)
+    _check_spans(call, request.spans, shapes, total, total_keys)
     uses_spans = request.spans is not None or window is not None or request.bias is not None
     changes = request.sinks is not None or softcap > 0 or request.returns_lse
     problem = Problem(
-        call.group,
-        call.where,
-        shapes,
-        numbers_of(queries, 0),
-        None if keys is None else numbers_of(keys, 0),
-        total,
-        total_keys,
-        queries.is_packed,
-        queries.lengths if queries.is_packed else (),
-        queries.kind in ("balanced", "documents"),
-        mask,
-        causal,
-        window,
-        softcap,
+        group=call.group,
+        where=call.where,
+        shapes=shapes,
+        queries=numbers_of(queries, 0),
+        keys=None if keys is None else numbers_of(keys, 0),
+        total=total,
+        total_keys=total_keys,
+        packed=queries.is_packed,
+        lengths=queries.lengths if queries.is_packed else (),
+        listed=queries.kind in ("balanced", "documents"),
+        mask=mask,
+        causal=bool(request.causal),
+        window=window,
+        softcap=softcap,
         # Scores of no width are 0.
-        max(call.input.size(3), 1) ** -0.5 if request.scale is None else float(request.scale),
-        float(dropout_p),
-        request.kernel,
-        request.returns_lse,
-        request.computes,
-        _note(request, window, softcap, hashes),
-        uses_spans,
-        attend is None and dropout_p == 0.0,
-        changes or uses_spans or request.kernel is not None,
-        queries.is_packed or uses_spans,
+        scale=max(call.input.size(3), 1) ** -0.5 if request.scale is None else float(request.scale),
+        dropout_p=float(request.dropout_p),
+        kernel=request.kernel,
+        returns_lse=request.returns_lse,
+        computes=request.computes,
+        note=_note(request, window, softcap, hashes),
+        uses_spans=uses_spans,
+        blockwise=request.attend is None and request.dropout_p == 0.0,
+        by_blocks=changes or uses_spans or request.kernel is not None,
+        varied=queries.is_packed or uses_spans,
     )
-    if request.kernel is not None:
-        _check_kernel(call, problem, request)
+    _check_kernel(call, problem, request)
     return problem
 
 
@@ -272,9 +257,29 @@ def _check_tokens(
         raise call.error(name, f"of {tokens} tokens", f"{shard}{hint}")
 
 
+def _check_function(call: Arguments, request: Request, queries: int, keys: int) -> None:
+    """Check the caller's kernel."""
+    if request.attend is not None and not callable(request.attend):
+        raise call.type_error("attend", f"{request.attend!r:.200}", "a function, a kernel's name or None")
+    if request.causal and request.attend is not None and keys != queries:
+        raise call.error("the number of keys", keys, f"{queries} for attend with causal=True")
+
+
+def _check_dropout(call: Arguments, request: Request) -> None:
+    """Check dropout, and that nothing is asked for that has no log-sum-exp."""
+    attend, dropout_p = request.attend, request.dropout_p
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
+        raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
+    if request.returns_lse and (attend is not None or dropout_p):
+        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
+        raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
+
+
 def _check_exclusive(call: Arguments, request: Request) -> None:
-    """Check that what the caller's kernel, or dropout, excludes is not passed with it."""
+    """Check the bias, and that what the caller's kernel, or dropout, excludes is not passed with it."""
     dropout_p = request.dropout_p
+    if request.bias is not None and not callable(request.bias):
+        raise call.type_error("bias", f"{request.bias!r:.200}", "a function of index tensors, or None")
     changes = {"sinks": request.sinks, "softcap": request.softcap, "bias": request.bias}
     if request.attend is not None:
         mask = request.spans if request.mask is None else request.mask
@@ -288,7 +293,10 @@ def _check_exclusive(call: Arguments, request: Request) -> None:
 
 
 def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
+    """Check that a kernel that is named can compute this."""
     q, v, kernel = request.q, request.v, request.kernel
+    if kernel is None:
+        return
     if kernel not in NAMES:
         expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
         raise call.error("attend", repr(kernel), expected)
@@ -306,8 +314,10 @@ def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
         raise call.error("dropout_p", f"{problem.dropout_p}", f"0 with the kernel {kernel}")
 
 
-def _checked_window(call: Arguments, window: Any, queries: int, keys: int) -> Window:
+def _checked_window(call: Arguments, window: Any, queries: int, keys: int) -> Window | None:
     """Check how many keys on each side a query attends to."""
+    if window is None:
+        return None
     expected = "(left, right): how many keys before and behind a query's place; None: all on that side"
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
         raise call.type_error("window", f"{window!r:.200}", expected)
@@ -324,6 +334,8 @@ def _checked_window(call: Arguments, window: Any, queries: int, keys: int) -> Wi
 
 
 def _checked_softcap(call: Arguments, softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise call.type_error("softcap", f"{softcap!r:.200}", "a positive number, or None")
     if not 0 < softcap < float("inf"):
@@ -332,6 +344,8 @@ def _checked_softcap(call: Arguments, softcap: Any) -> float:
 
 
 def _check_sinks(call: Arguments, sinks: Any, heads: int) -> None:
+    if sinks is None:
+        return
     device = call.input.device
     expected = f"a floating tensor [{heads}] on {device}, a score for each head of q"
     if not isinstance(sinks, Tensor):
@@ -342,7 +356,9 @@ def _check_sinks(call: Arguments, sinks: Any, heads: int) -> None:
         raise call.error("sinks", f"of shape {list(sinks.shape)}", expected)
 
 
-def _check_spans(call: Arguments, spans: Spans, shapes: Shapes, queries: int, keys: int) -> None:
+def _check_spans(call: Arguments, spans: Spans | None, shapes: Shapes, queries: int, keys: int) -> None:
+    if spans is None:
+        return
     batch, heads, shape = shapes.batch, shapes.heads, spans.shape
     fits = shape[2] == queries and shape[3] == keys
     if not fits or shape[0] not in (1, batch) or shape[1] not in (1, heads):
