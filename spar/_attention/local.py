@@ -24,7 +24,7 @@ from .._exchange.observers import is_fake
 from .._group.group import Group
 from ..ops.unused import depending_on
 from . import tiles
-from .blocks import BlocksMaker, blocks_of, no_blocks
+from .blocks import Block, BlocksMaker, blocks_of, no_blocks
 from .graph_op import Description, in_graph
 from .kernels import blocks_of_spans, flash_instead_of_cudnn
 from .kernels.kernel import accumulated
@@ -90,8 +90,13 @@ def blocks_by_runs(problem: Problem) -> BlocksMaker:
 
 def by_blocks(problem: Problem, first: int, runs: Sequence[Piece]) -> Compute:
     """Attend with runs of queries to all keys, which this rank holds; skip blocks without any."""
-    blocks = blocks_by_runs(problem)(runs, documents_of(problem))
-    return in_ring(alone(problem, problem.scores(first), Round((tuple(blocks),))))
+    return by_steps(problem, problem.scores(first), blocks_by_runs(problem)(runs, documents_of(problem)))
+
+
+def by_steps(problem: Problem, scores: Scores, *steps: Sequence[Block]) -> Compute:
+    """Attend by blocks of keys that this rank holds: its own or all, and in a second step gathered ones."""
+    reports_to, blocks = ALONE if problem.keys is None else problem.group, [tuple(step) for step in steps]
+    return in_ring(Ring(ALONE, Round(tuple(blocks)), scores, reports_to, 1))
 
 
 def in_ring(ring: Ring) -> Compute:
@@ -99,11 +104,6 @@ def in_ring(ring: Ring) -> Compute:
         return attend_round(ring, *tensors, request.mask, request.sinks, *gathered)
 
     return compute
-
-
-def alone(problem: Problem, scores: Scores, blocks: Round) -> Ring:
-    """Return a ring in which no keys go round: this rank holds them."""
-    return Ring(ALONE, blocks, scores, ALONE if problem.keys is None else problem.group, 1)
 
 
 # ---- by spans ----
@@ -126,7 +126,7 @@ def by_spans(
     if problem.dropout_p:
         return (_by_tiles(problem, runs, keys, tensors, request),)
     scores, blocks = scores_and_blocks(problem, first, tensors, request)
-    return in_ring(alone(problem, scores, Round((tuple(blocks(runs, keys)),))))(tensors, request)
+    return by_steps(problem, scores, blocks(runs, keys))(tensors, request)
 
 
 def scores_and_blocks(

@@ -29,12 +29,12 @@ from .local import (
     Compute,
     Outs,
     Tensors,
-    alone,
     blocks_by_runs,
     by_blocks,
     by_graph_op,
     by_runs,
     by_spans,
+    by_steps,
     in_ring,
     nothing,
     over_sequence,
@@ -42,7 +42,7 @@ from .local import (
     spans_of,
 )
 from .problem import Problem, Request
-from .ring import Ring, Round, backward_exchanges, round_of
+from .ring import Ring, backward_exchanges, round_of
 from .scores import Scores
 from .travel import Shifts, gathered_by_documents, gathered_by_spans, shifts_by_runs, shifts_by_spans
 
@@ -200,8 +200,7 @@ def _own_first(problem: Problem) -> Compute:
     One block of this rank's own keys covers all queries: its output and gradients are not copied.
     """
     runs = pieces(problem.queries, problem.group.world, problem.group.rank)
-    own = blocks_by_runs(problem)(runs, runs)
-    return in_ring(alone(problem, problem.scores(), Round((tuple(own), tuple(blocks_before(runs))))))
+    return by_steps(problem, problem.scores(), blocks_by_runs(problem)(runs, runs), blocks_before(runs))
 
 
 def _planned_keys(problem: Problem, plan: GatherPlan, note: str, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -222,8 +221,7 @@ def _by_documents(problem: Problem) -> Run:
         compute: Compute = functools.partial(nothing, problem)
     elif problem.blockwise:
         blocks = blocks_by_runs(problem)
-        steps = tuple(blocks(runs, runs)), tuple(blocks(runs, found.held))
-        compute = in_ring(alone(problem, problem.scores(), Round(steps)))
+        compute = by_steps(problem, problem.scores(), blocks(runs, runs), blocks(runs, found.held))
     else:
         compute = by_runs(problem, runs, found.held)
     return _gathering(problem, bring, compute, problem.blockwise and not is_empty)
