@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .._exchange.gather_plan import placed
 from .._exchange.layouts import Piece
 from .spans import Spans
 
@@ -65,15 +66,13 @@ def blocks_of(
         size = sum([run.size for run in queries])
         return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
     held: dict[int, list[tuple[int, Piece]]] = {}
-    key = 0
-    for key_run in keys:
-        held.setdefault(key_run.sequence if documents else 0, []).append((key, key_run))
-        key += key_run.size
+    for key, run in placed(keys):
+        held.setdefault(run.sequence if documents else 0, []).append((key, run))
     blocks: list[Block] = []
     # Of one document: blocks of others have other keys, and the time must not grow with their square.
     part: list[Block] = []
-    query = number = 0
-    for run in queries:
+    number = 0
+    for query, run in placed(queries):
         if documents and run.sequence != number:
             blocks += _merged(part, 0) if joined else part
             part, number = [], run.sequence
@@ -81,7 +80,6 @@ def blocks_of(
         for key, key_run in held.get(number, ()):
             row += _pair(run, key_run, query, key, causal)
         part += _merged(row, 2) if joined else row
-        query += run.size
     return blocks + (_merged(part, 0) if joined else part)
 
 
@@ -90,20 +88,16 @@ def blocks_before(runs: Sequence[Piece]) -> list[Block]:
 
     The shard's runs are in the order of the sequence: keys between two of them are before all runs behind.
     """
-    blocks, query, end, size = [], 0, 0, sum([run.size for run in runs])
-    for run in runs:
-        if run.size == 0:
-            continue
+    blocks, end, size = [], 0, sum([run.size for run in runs])
+    for query, run in placed(runs):
         if run.start > end:
             blocks.append(Block(query, size - query, end, run.start - end, False, run.start, end))
-        query, end = query + run.size, run.start + run.size
+        end = run.start + run.size
     return blocks
 
 
 def _pair(run: Piece, key_run: Piece, query: int, key: int, causal: bool) -> list[Block]:
     """Return the blocks of one run of queries and one of keys, which begin at `query` and `key`."""
-    if run.size == 0 or key_run.size == 0:
-        return []
     if not causal or key_run.start + key_run.size <= run.start:
         return [Block(query, run.size, key, key_run.size, False, run.start, key_run.start)]
     if key_run.start >= run.start + run.size:

@@ -24,8 +24,7 @@ def long_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -
     There is one, unless the keys' runs are not in the order of the sequence.
     """
     key = "long", tuple(queries), tuple(keys)
-    made: tuple[Block, ...] = spans.remember(key, lambda: _blocks(spans, queries, keys))
-    return made
+    return spans.remember(key, lambda: _blocks(spans, queries, keys))
 
 
 def _blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:

@@ -247,10 +247,8 @@ class Spans:
         """Return the spans of some heads, which are remembered; itself if all heads have the same."""
         if self.ends.size(1) == 1:
             return self
-        made: Spans = self.remember(
-            ("heads", begin, count), lambda: Spans(self.ends.narrow(1, begin, count), self.keys)
-        )
-        return made
+        key = "heads", begin, count
+        return self.remember(key, lambda: Spans(self.ends.narrow(1, begin, count), self.keys))
 
     # ---- what it says ----
 
@@ -272,30 +270,28 @@ class Spans:
         allowed: Tensor = ((places >= first) & (places < end)).any(3)
         return allowed
 
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+    def remember(self, key: Any, make: Callable[[], Result]) -> Result:
         """Return what was made of these spans by this key, or make it."""
         if key not in self._made:
             self._made[key] = _with_values(make)()
-        return self._made[key]
+        made: Result = self._made[key]
+        return made
 
     @property
     def on_cpu(self) -> Tensor:
         """`ends`, on the CPU."""
-        made: Tensor = self.remember("cpu", self.ends.cpu)
-        return made
+        return self.remember("cpu", self.ends.cpu)
 
     def to(self, device: torch.device | str) -> Spans:
         """Return these spans on a device: for the booleans of blocks that are computed there."""
         if self.ends.device == torch.device(device):
             return self
-        made: Spans = self.remember(("on", str(device)), lambda: Spans(self.ends.to(device), self.keys))
-        return made
+        return self.remember(("on", str(device)), lambda: Spans(self.ends.to(device), self.keys))
 
     @property
     def digest(self) -> int:
         """63 bits of all the spans, by which ranks compare them."""
-        made: int = self.remember("digest", lambda: digest(self.on_cpu))
-        return made
+        return self.remember("digest", lambda: digest(self.on_cpu))
 
     def __repr__(self) -> str:
         batch, heads, queries, numbers = self.ends.shape
@@ -382,8 +378,7 @@ def with_keywords(given: Spans | None, keywords: Keywords) -> Spans:
     _, _, causal, window, documents = keywords
     if not causal and window is None and not documents:
         return given
-    made: Spans = given.remember(keywords, lambda: given & closed(*keywords))
-    return made
+    return given.remember(keywords, lambda: given & closed(*keywords))
 
 
 # Of long packed sequences each is megabytes.

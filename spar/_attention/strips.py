@@ -34,8 +34,7 @@ class Strip(NamedTuple):
 
 def strips_of(spans: Spans) -> tuple[Strip, ...] | None:
     """Return spans as strips, which are remembered; None if they are not a few of them."""
-    made: tuple[Strip, ...] | None = spans.remember("strips", lambda: _strips(spans))
-    return made
+    return spans.remember("strips", lambda: _strips(spans))
 
 
 def _strips(spans: Spans) -> tuple[Strip, ...] | None:
@@ -66,8 +65,7 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
 def strip_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
     """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered."""
     key, strips = ("strip blocks", tuple(queries), tuple(keys)), strips_of(spans) or ()
-    made: tuple[Block, ...] = spans.remember(key, lambda: _blocks(strips, queries, keys))
-    return made
+    return spans.remember(key, lambda: _blocks(strips, queries, keys))
 
 
 def _blocks(strips: Sequence[Strip], queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:

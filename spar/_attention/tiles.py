@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._exchange.gather_plan import Holders
+from .._exchange.gather_plan import Holders, placed
 from .._exchange.layouts import Piece
 from .blocks import Block
 from .spans import Spans
@@ -42,8 +42,7 @@ def blocks_by(
     most_keys: of one block that is not causal.
     """
     key = "blocks", tuple(queries), tuple(keys), most_keys, TILE
-    made: tuple[Block, ...] = spans.remember(key, lambda: _blocks(spans, queries, keys, most_keys))
-    return made
+    return spans.remember(key, lambda: _blocks(spans, queries, keys, most_keys))
 
 
 def _blocks(
@@ -99,27 +98,23 @@ def tile_of_keys(spans: Spans, runs: Sequence[Piece]) -> Iterator[tuple[int, int
 
 def _tiles(runs: Sequence[Piece]) -> Iterator[tuple[int, int, int]]:
     """Cut runs at multiples of TILE of the sequence: (place in the local tensor, in the sequence, size)."""
-    at = 0
-    for start, size, _ in runs:
+    for at, (start, size, _) in placed(runs):
         done = 0
         while done < size:
             part = min(TILE - (start + done) % TILE, size - done)
             yield at + done, start + done, part
             done += part
-        at += size
 
 
 def joined_runs(keys: Sequence[Piece]) -> list[tuple[int, int, int]]:
     """Join runs that adjoin in the sequence: (place in the local tensor, in the sequence, size)."""
     held: list[tuple[int, int, int]] = []
-    at = 0
-    for start, size, _ in keys:
+    for at, (start, size, _) in placed(keys):
         if held and held[-1][1] + held[-1][2] == start:
             place, first, count = held[-1]
             held[-1] = place, first, count + size
-        elif size:
+        else:
             held.append((at, start, size))
-        at += size
     return held
 
 
@@ -134,11 +129,9 @@ Samples = list[tuple[int, list[Range]]]
 def _ranges(spans: Spans, begin: int, size: int) -> Samples:
     """Return the ranges of a tile by sample, (-1, ranges) if all samples have the same."""
     if size < TILE:
-        found: Samples = spans.remember(("tile", begin, size), lambda: _classified(spans, begin, size, 1)[0])
-        return found
+        return spans.remember(("tile", begin, size), lambda: _classified(spans, begin, size, 1)[0])
     whole = spans.remember(("tiles", TILE), lambda: _classified(spans, 0, TILE, spans.ends.size(2) // TILE))
-    found = whole[begin // TILE]
-    return found
+    return whole[begin // TILE]
 
 
 def _classified(spans: Spans, begin: int, size: int, count: int) -> list[Samples]:

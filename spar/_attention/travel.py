@@ -128,8 +128,7 @@ def gathered_by_spans(spans: Spans, queries: Layout, keys: Layout, world: int, r
         held = shards(keys, world)
         return _gathered(held, rank, _by_spans(spans, shards(queries, world), held), True)
 
-    made: Gathered = spans.remember(("gathered", queries, keys, world, rank, tiles.TILE), make)
-    return made
+    return spans.remember(("gathered", queries, keys, world, rank, tiles.TILE), make)
 
 
 def _gathered(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed, with_own: bool) -> Gathered:
@@ -169,8 +168,7 @@ def shifts_by_spans(spans: Spans, layout: Layout, world: int, rank: int) -> Shif
         of_ranks = shards(layout, world)
         return _shifts(of_ranks, rank, _by_spans(spans, of_ranks, of_ranks))
 
-    made: Shifts = spans.remember(("shifts", layout, world, rank, tiles.TILE), make)
-    return made
+    return spans.remember(("shifts", layout, world, rank, tiles.TILE), make)
 
 
 def _shifts(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed) -> Shifts:

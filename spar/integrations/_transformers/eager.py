@@ -183,7 +183,7 @@ def _attend(
     else:
         options = {"softcap": softcap, "sinks": module.sinks if has_sinks else None}
         out = _beside_sdpa(part, query, key, value, mask, scale=scaling, **options)
-    if is_uniform:
+    if is_uniform and dead is not None:
         out = torch.where(dead, _of_all_alike(query, key, value, scaling), out)
     return out.transpose(1, 2).contiguous(), None
 
