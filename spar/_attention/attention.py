@@ -327,13 +327,12 @@ def _key(request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | 
 
     dtype: to which autocast casts.
     """
-    q, k, v, queries, keys, mask, spans, sinks, bias, attend, *options = request
+    q, k, v, queries, keys, mask, spans, sinks, bias, attend, causal, window, *others = request
     for x in (q, k, v):
         if type(x) not in PLAIN_TYPES or x.is_nested:
             return None
-    if type(request.window) is tuple:
-        options += request.window
-        options[1] = None
+    sides = window if type(window) is tuple and len(window) == 2 else (window,)
+    options = causal, *sides, *others
     types = tuple(map(type, options))
     if not _EXACT.issuperset(types):
         return None
@@ -353,7 +352,7 @@ def _key(request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | 
     return (
         *("attention", queries.kind, queries.numbers, of_keys, groups and place_of(groups[1]).handle),
         *(q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout),
-        *(v.shape, v.dtype, v.device, v.layout, tuple(options), types, dtype, values),
+        *(v.shape, v.dtype, v.device, v.layout, options, types, dtype, values),
     )
 
 
