@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spar
 from spar import SequenceLayout, Spans
+from spar._attention.kernel_blocks import long_blocks
 from spar._attention.kernels import block_mask, flex
 from spar._attention.kernels.block_mask import tables_of
 from spar._attention.kernels.kernel import BlockInputs, Needs
-from spar._attention.long_blocks import long_blocks
 from spar._exchange.layouts import Piece
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.long]

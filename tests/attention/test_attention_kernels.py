@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend
 
 import spar
 from spar import SequenceLayout
+from spar._attention.kernel_blocks import strip_blocks, strips_of
 from spar._attention.kernels import KERNELS, aten, flash_attn, kernel_for, reason_against
 from spar._attention.kernels.aten import CudnnCuda, FlashCpu, FlashCuda
 from spar._attention.kernels.blockwise import Blockwise
 from spar._attention.kernels.flash_attn import FlashAttn
 from spar._attention.kernels.flex import Flex
 from spar._attention.kernels.kernel import NO_WINDOW, BlockInputs, Needs, torch_version
-from spar._attention.strips import strip_blocks, strips_of
 from spar._exchange.layouts import Piece, packed, pieces
 
 pytestmark = pytest.mark.one_transport

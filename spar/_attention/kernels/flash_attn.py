@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlocksMaker
+from ..kernel_blocks import strip_blocks, strips_of
 from ..spans import Spans
-from ..strips import strip_blocks, strips_of
 from .aten import refuses_16_bits
 from .kernel import BlockInputs, Gradients, Kernel, Needs
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlocksMaker
-from ..long_blocks import long_blocks
+from ..kernel_blocks import long_blocks
 from ..spans import Spans
 from .block_mask import block_mask_of, intervals_of
 from .kernel import NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, accumulated, finite, torch_version

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks for kernels that take a window: long strips of queries instead of tiles with masks."""
+"""Blocks for kernels that read windows or spans themselves: of many queries, instead of tiles with masks.
+
+A window is that of a strip of queries. Spans are read of all queries of a rank, and of all keys that it has:
+keys that lie one behind the other in the sequence stay so in a shard, whatever is left out between them, so
+that an interval of the sequence is one of the shard, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._exchange.layouts import Piece
 from .blocks import Block
@@ -16,6 +22,9 @@ from .tiles import held_runs, joined_runs
 
 # With more strips than one for so many queries, tiles are fewer blocks.
 _SHORTEST = 64
+
+
+# ---- windows ----
 
 
 class Strip(NamedTuple):
@@ -65,10 +74,10 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
 def strip_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
     """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered."""
     key, strips = ("strip blocks", tuple(queries), tuple(keys)), strips_of(spans) or ()
-    return spans.remember(key, lambda: _blocks(strips, queries, keys))
+    return spans.remember(key, lambda: _of_strips(strips, queries, keys))
 
 
-def _blocks(strips: Sequence[Strip], queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+def _of_strips(strips: Sequence[Strip], queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
     blocks, held = [], held_runs(keys)
     ends = [strip.begin + strip.size for strip in strips]
     for query, start, count in joined_runs(queries):
@@ -100,3 +109,59 @@ def _block(strip: Strip, queries: tuple[int, int], keys: tuple[int, int]) -> Blo
     # As flash_attn aligns a window: at the last query and the last key.
     behind = last - end
     return Block(*place, False, begin, first, window=(left + behind, right - behind))
+
+
+# ---- spans ----
+
+
+def long_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered.
+
+    There is one, unless the keys' runs are not in the order of the sequence.
+    """
+    key = "long", tuple(queries), tuple(keys)
+    return spans.remember(key, lambda: _long(spans, queries, keys))
+
+
+def _long(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    places = [torch.arange(start, start + size, device="cpu") for start, size, _ in queries]
+    ends = spans.on_cpu.index_select(2, torch.cat(places)) if places else spans.on_cpu[:, :, :0]
+    return tuple([block for runs in _ascending(joined_runs(keys)) if (block := _whole(ends, runs))])
+
+
+def _ascending(runs: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Cut runs, (place in the local tensor, in the sequence, size), where one is before the last one."""
+    parts: list[list[tuple[int, int, int]]] = []
+    for run in runs:
+        if parts and parts[-1][-1][1] < run[1]:
+            parts[-1].append(run)
+        else:
+            parts.append([run])
+    return parts
+
+
+def _whole(ends: Tensor, runs: Sequence[tuple[int, int, int]]) -> Block | None:
+    """Return the block of queries, from the first to the last that has keys in these runs."""
+    first, end = _in_runs(ends, runs).unflatten(3, (-1, 2)).unbind(-1)
+    alive = first < end
+    rows = alive.any(3).any(1).any(0).nonzero()[:, 0]
+    if rows.numel() == 0:
+        return None
+    begin, last = int(rows[0]), int(rows[-1]) + 1
+    low, high = int(first[alive].min()), int(end[alive].max())
+    # Ends of empty intervals may lie anywhere.
+    table = (torch.stack([first, end], -1).narrow(2, begin, last - begin) - low).clamp_(0, high - low)
+    spans = Spans(table.flatten(3), high - low)
+    at = runs[0][0]
+    return Block(begin, last - begin, at + low, high - low, False, 0, 0, spans=spans)
+
+
+def _in_runs(ends: Tensor, runs: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return how many of the runs' keys lie before each end in the sequence: its place in their tensor."""
+    _, starts, sizes = (
+        torch.tensor(column, dtype=ends.dtype, device="cpu") for column in zip(*runs, strict=True)
+    )
+    run = (torch.searchsorted(starts, ends, right=True) - 1).clamp(min=0)
+    before = sizes.cumsum(0, dtype=ends.dtype) - sizes
+    within = (ends - starts[run]).clamp(min=0)
+    return before[run] + torch.minimum(within, sizes[run])
