@@ -133,7 +133,7 @@ def check_fall_back(rank: int, world: int, group: dist.ProcessGroup, stage: str)
 
 
 def check_late_zeros(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank waits for torch's zeros in its slot before it meets its peers, whose words they may overwrite."""
+    """A rank waits for the zeros in its slot before it meets its peers, whose words they may overwrite."""
     events: list[str] = []
 
     class Slot(SharedSlot):
