@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.nn.parallel import DistributedDataParallel
 
 from .._attention.spans import Spans
 from .aliases import Given
@@ -29,6 +30,8 @@ from .rules.attention import reach_of
 from .spans_mask import mask_of
 from .view import View, without_view
 from .whole import run_whole
+
+_DDP: Any = DistributedDataParallel
 
 
 class MaskShape(NamedTuple):
@@ -179,6 +182,9 @@ class _TracedSpans(Spans):
 class compiling:
     """torch.compile as by default, in a view, which turns it off; and without torch's fast attention.
 
+    Nor does Dynamo know that it is in a forward of DDP, for which it would cut a graph where buckets end: a
+    part would appear whole behind the cut.
+
     has_blocks: whether the code is a model's.
     """
 
@@ -189,11 +195,13 @@ class compiling:
         self._stance = torch.compiler.set_stance("default")
         self._is_fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        self._ddp, _DDP._active_ddp_module = _DDP._active_ddp_module, None
         self._before = traces.is_active, traces.has_blocks
         traces.is_active, traces.has_blocks = self._now
 
     def __exit__(self, *_: object) -> None:
         traces.is_active, traces.has_blocks = self._before
+        _DDP._active_ddp_module = self._ddp
         torch.backends.mha.set_fastpath_enabled(self._is_fast)
         self._stance.__exit__(None, None, None)
 
