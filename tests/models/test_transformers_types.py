@@ -68,7 +68,8 @@ def check_large_masks(rank: int, world: int, group: dist.ProcessGroup) -> None:
     ):
         torch._dynamo.reset()
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
-        config = kind(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+        # Without a cache transformers asks in each graph whether positions are those of packed documents.
+        config = kind(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=kind is LlamaConfig)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():

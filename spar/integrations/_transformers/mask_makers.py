@@ -75,6 +75,8 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
     @functools.wraps(own)
     def mask(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
+            if has_blocks() and booleans is own and _is_causal_alone(kwargs):
+                return None
             made = own(*args, **kwargs)
             if has_blocks() and made is not None and made.numel() * made.element_size() >= LEAST_BYTES:
                 refuse("its masks are large, and are spans only outside of a graph")
@@ -106,6 +108,16 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         return own(*args, **kwargs) if spans is None else mask_of(spans, shape, found.device, dtype)
 
     return mask
+
+
+def _is_causal_alone(asked: dict[str, Any]) -> bool:
+    """Whether attention is causal and nothing else, for which eager code has no mask.
+
+    Before torch 2.14 transformers makes one in graphs: Dynamo says there that it exports.
+    """
+    total, window = asked.get("kv_length"), asked.get("local_size")
+    is_plain = asked.get("attention_mask") is None and asked.get("allow_is_causal_skip", False)
+    return is_plain and asked.get("q_length") == total and (window is None or total < window)
 
 
 def _of_caller(view: View, given: dict[str, Any]) -> Tensor:
