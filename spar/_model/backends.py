@@ -33,8 +33,8 @@ class Backend:
         import torch._functorch.aot_autograd as aot
 
         graph: Any = _graph_of(traced)
-        # The cache of AOTAutograd knows nothing of parts.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        # The cache of AOTAutograd knows nothing of parts, and cse takes two draws of one shape for one.
+        with torch._functorch.config.patch(enable_autograd_cache=False, cse=False):
             code: Callable[..., Any] = self.function(graph, [*fakes])
             if not traced.runs:
                 compiler: Any = self._of_operators

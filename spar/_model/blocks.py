@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,14 +81,19 @@ def _attends(block: torch.nn.Module) -> bool:
     return any("att" in type(inner).__name__.lower() for inner in block.modules())
 
 
+def number_of(name: str) -> int:
+    """Return a number of a block that is the same on all ranks."""
+    return zlib.crc32(name.encode())
+
+
 # ---- in front of a block ----
 
 
 class Shards:
     """The hook in front of a block: shards the sequence that it receives, and all that is as long."""
 
-    def __init__(self, view: View, block: torch.nn.Module) -> None:
-        self.view = view
+    def __init__(self, view: View, block: torch.nn.Module, number: int) -> None:
+        self.view, self.number = view, number
         self.names = tuple(inspect.signature(block.forward).parameters)
         self.parts = view.parts
         self.known: dict[Any, tuple[Part | None, ...]] = {}  # by the arguments: what is made of them
@@ -96,7 +102,7 @@ class Shards:
         if is_dynamo_compiling():
             if has_blocks():
                 named = [(name, _in_node(x)) for name, x in self._named(args, kwargs)]
-                begin_block(**{name: x for name, x in named if x is not None})
+                begin_block(self.number, **{name: x for name, x in named if x is not None})
             return None
         if current_view() is not self.view:
             return None

@@ -51,11 +51,15 @@ def refuse(reason: str) -> None:
     raise Refused(reason)
 
 
-def begin_block(**arguments: Any) -> None:
-    """Stand in a graph for the hook in front of a block, from which on its arguments are parts."""
+def begin_block(number: int, /, **arguments: Any) -> None:
+    """Stand in a graph for the hook in front of a block, in which its arguments are parts."""
 
 
-_leaves.append(begin_block)
+def end_block(number: int) -> None:
+    """Stand in a graph behind a block: what is whole outside is whole again."""
+
+
+_leaves += (begin_block, end_block)
 
 
 def begins_blocks(graph: torch.fx.GraphModule) -> bool:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +27,13 @@ from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .agreement import Agreement, device_of
 from .backends import Backend, backend_of_trace
-from .blocks import Shards, find_blocks
-from .compiled import Compiled, backend_of, of_its_own
+from .blocks import Shards, find_blocks, number_of
+from .compiled import Compiled, backend_of
+from .compiled_code import of_its_own
 from .generators import CODE
 from .images import shard_rows
 from .inputs import GivenParts, compared
-from .leaves import is_traced
+from .leaves import end_block, has_blocks, is_traced
 from .library import NO_LIBRARY, Library, RunModule
 from .module_leaves import in_graph
 from .nested import tensors_in
@@ -156,12 +156,14 @@ class _Sharded:
         self.compiled = Compiled(view)
         _disable_run()
         self.is_alone = view.parts.world == 1
+        self.compiles = False  # in the newest forward
         self.is_whole = False  # whether forwards run as in one process, for a comparison
         inner = {name: block for name, block in blocks.items() if block is not model}
         # If the model itself is a block.
-        self.shards = Shards(view, model) if len(inner) < len(blocks) else None
+        self.shards = Shards(view, model, number_of("")) if len(inner) < len(blocks) else None
         self.hooks = [
-            block.register_forward_pre_hook(Shards(view, block), with_kwargs=True) for block in inner.values()
+            block.register_forward_pre_hook(Shards(view, block, number_of(name)), with_kwargs=True)
+            for name, block in inner.items()
         ]
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
         for name, module in inner.items():
@@ -255,12 +257,15 @@ class _Forward:
 class _BlockForward(_Forward):
     def __init__(self, name: str, *rest: Any) -> None:
         super().__init__(*rest)
-        self.name, self.number = name, zlib.crc32(name.encode())
+        self.name, self.number = name, number_of(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a block; in the view too if backward runs it again, for a checkpoint."""
-        if is_dynamo_compiling():  # a block around it is compiled, or the model is not sharded now
-            return self.own(*args, **kwargs)
+        if is_dynamo_compiling():  # a block around it is compiled, or the model, sharded or not
+            out = self.own(*args, **kwargs)
+            if has_blocks():
+                end_block(self.number)
+            return out
         sharded, view = self.sharded, self.sharded.view
         view.blocks += 1
         try:
@@ -351,8 +356,10 @@ class _ModelForward(_Forward):
         sharded, view = self.sharded, self.sharded.view
         if sharded.is_running:
             return self.own(*args, **kwargs)
-        backend = None if asked is None or view.recording else _backends[asked]
-        if not view.recording:
+        if torch._C._current_graph_task_id() < 0:  # else a checkpoint runs a forward again, in one way
+            sharded.compiles = not view.recording
+        backend = None if asked is None or not sharded.compiles else _backends[asked]
+        if sharded.compiles:
             view.backend_of = functools.partial(backend_of, backend)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.autograd.grad_mode import _enter_inference_mode
 from torch.nn.parallel import DistributedDataParallel
 
 from .._attention.spans import Spans
@@ -22,7 +23,7 @@ from .aliases import Given
 from .blocks import parts_of_arguments
 from .functions import function_of, is_operator
 from .groups import is_collective_operator
-from .leaves import Refused, begin_block, begins_blocks, in_view_of, traces
+from .leaves import Refused, begin_block, begins_blocks, end_block, in_view_of, traces
 from .nested import tensors_in
 from .part import has_part, mark, shard_of, whole_shape
 from .patches import intercepted
@@ -114,11 +115,14 @@ class _Run(torch.fx.Interpreter):
     def __init__(self, graph: torch.fx.GraphModule, view: TracingView) -> None:
         super().__init__(graph)
         self.view = view
+        self._blocks: list[tuple[Any, dict[torch.fx.Node, Any]]] = []  # those that have begun: what was whole
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Run a function, and compare what it returns with what one process has, by its shape and dtype."""
         if n.target is begin_block:
             return self._begin_block(n)
+        if n.target is end_block:
+            return self._end_block(n)
         out = super().run_node(n)
         if n.op == "placeholder":
             return out
@@ -131,14 +135,24 @@ class _Run(torch.fx.Interpreter):
         return out
 
     def _begin_block(self, n: torch.fx.Node) -> None:
-        """Let a block's arguments be parts from here on, as the hook in front of it does."""
+        """Let a block's arguments be parts in it, as the hook in front of it does."""
         _, arguments = self.fetch_args_kwargs_from_env(n)
+        wholes = {}
         with without_view():
             parts = parts_of_arguments(self.view.parts, [*arguments.items()])
             for node in n.all_input_nodes:
                 x = self.env[node]
                 if id(x) in parts:
+                    wholes[node] = x
                     self.env[node] = self.view.shard(x, parts[id(x)])
+        self._blocks.append((n.args[0], wholes))
+
+    def _end_block(self, n: torch.fx.Node) -> None:
+        """Let the whole tensors be whole again; a block whose forward was called alone did not begin."""
+        if self._blocks and self._blocks[-1][0] == n.args[0]:
+            for node, x in self._blocks.pop()[1].items():
+                if node in self.env:  # it is read again
+                    self.env[node] = x
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -150,18 +164,20 @@ class _Run(torch.fx.Interpreter):
             return in_view(self.view, *args, **kwargs)
         if is_operator(target) and is_collective_operator(function_of(target).name):
             raise Refused("it communicates itself")
+        if target is _enter_inference_mode:  # of which an error would leave torch in it
+            raise Refused("it enters inference mode")
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         graphs = [inner for x in args if isinstance(x, nn.Module) for inner in x.modules()]
         if any(isinstance(inner, torch.fx.GraphModule) and begins_blocks(inner) for inner in graphs):
             raise Refused(f"a block begins in the operator {target.name()}")
-        if not has_part(args, kwargs):
-            with without_view():
-                return target(*args, **kwargs)
-        if target.name() == "autograd_function_apply":
+        if target.name() == "autograd_function_apply":  # its backward need not be linear, of wholes too
             run = functools.partial(target, *args[:2], **kwargs)
             with without_view():
                 return run_whole(self.view.parts, self.view._aliases, target.name(), run, args[2:], {})
+        if not (has_part(args, kwargs) or target.name() == "register_hook"):
+            with without_view():
+                return target(*args, **kwargs)
         raise Refused(f"the operator {target.name()} of parts")
 
 

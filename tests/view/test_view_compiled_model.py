@@ -16,6 +16,8 @@ from conftest import Ranks
 from helpers import compiled_blocks as blocks, compiled_containers as containers
 from helpers.compiled_blocks import Block, Compared, Net, compile_model, inputs, of
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar._model import backends
@@ -75,6 +77,86 @@ class LossNet(Net):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Teacher(Net):
+    """Calls a block without gradients, and goes on with its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        with torch.no_grad():
+            target = self.blocks[0](x)
+        return self.head(self.blocks[1](x * 2 + target))
+
+
+class Limited(torch.autograd.Function):
+    """Its backward is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (1e-3 + gradient.abs().max())
+
+
+class LimitsWhole(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Limited.apply(self.embed(x))  # type: ignore[no-untyped-call]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LimitsWeight(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return F.linear(out, Limited.apply(self.out.weight))  # type: ignore[no-untyped-call]
+
+
+class HooksWhole(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        if x.requires_grad:
+            x.register_hook(lambda g: g / (1 + g.abs().max()))  # type: ignore[no-untyped-call]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class InferenceInside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shift = self.embed(x).mean()
+        x = self.embed(x) + float(shift)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Noise(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x + 0.1 * torch.randn_like(x))
+        return out + 0.1 * torch.empty_like(out).uniform_()
+
+
+class Mixes(Block):
+    """Mixes tokens by what has a derivative in forward mode, unlike torch's attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Tensor = self.mlp(self.norms[0](x)).mean(1, keepdim=True)
+        return x + x * mean
+
+
+class KeepsWhole(Net):
+    kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class InPlaceOfInput(Net):
     """Its first block changes an argument of the model."""
 
@@ -112,6 +194,10 @@ RIGHT = {
     "an attribute of a whole tensor": of(containers.Tagged, TagsWhole),
     "an attribute of a part": of(containers.Tagged, containers.TaggedNet),
     "a loss": of(Block, LossNet),
+    "a block without gradients": of(Block, Teacher),
+    "a Function on whole tensors": of(Block, LimitsWhole),
+    "a Function on a weight": of(LimitsWeight),
+    "noise in each block": of(Noise),
 }
 BY_LENGTH = ("causal", "a branch on the length", "positions", "pieces")
 # With what the report says.
@@ -120,6 +206,8 @@ BY_BLOCK = {
     "a reentrant checkpoint": (of(Block, blocks.ReentrantAround), ""),
     "a branch on a value": (of(blocks.ByValue), "Data-dependent branching"),
     "a hook of a gradient": (of(blocks.HooksGradient), "the operator register_hook of parts"),
+    "a hook of a whole tensor": (of(Block, HooksWhole), "the operator register_hook"),
+    "inference mode inside": (of(Block, InferenceInside), "it enters inference mode"),
     "a number of a tensor in each forward": (of(blocks.Counter), "it is 4 graphs already"),
 }
 
@@ -159,6 +247,53 @@ def check_by_block(rank: int, world: int, group: Group, name: str) -> None:
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_what_cannot_be_one_graph_is_compiled_by_block_for_a_reason(ranks: Ranks, name: str) -> None:
     ranks(2, check_by_block, name)
+
+
+def check_kept(rank: int, world: int, group: Group) -> None:
+    """What is whole in eager code is whole where the model keeps it, also if blocks get it."""
+    compared = Compared(of(Block, KeepsWhole), group, compile_model)
+    for seed in range(3):
+        for model, call in ((compared.whole, compared.whole), (compared.model, compared.call)):
+            model.zero_grad()
+            out = call(inputs(seed))
+            (out.square().mean() + model.kept.square().mean()).backward()
+        assert compared.model.kept.shape == compared.whole.kept.shape
+        torch.testing.assert_close(compared.model.kept, compared.whole.kept)
+    assert compared.graphs == 1
+
+
+def test_a_tensor_that_the_model_keeps_is_whole(ranks: Ranks) -> None:
+    ranks(2, check_kept)
+
+
+def check_recomputed(rank: int, world: int, group: Group) -> None:
+    """A checkpoint around the model recomputes each forward as it ran: the first one eagerly."""
+    compared = Compared(of(Block, causal=True), group, compile_model)
+    call = compared.call
+    compared.call = lambda x: checkpoint(call, x, use_reentrant=False)
+    for seed in range(3):
+        compared.step(inputs(seed))
+    assert compared.graphs == 1, compared.report
+
+
+def test_a_checkpoint_around_a_compiled_model(ranks: Ranks) -> None:
+    ranks(2, check_recomputed)
+
+
+def check_tangents(rank: int, world: int, group: Group) -> None:
+    """Compiled exchanges have no tangents: eager code runs."""
+    compared = Compared(of(Mixes), group, compile_model)
+    for seed in range(3):
+        x, tangent = inputs(seed), inputs(9)
+        found = []
+        for call in (compared.whole, compared.call):
+            with torch.no_grad(), forward_ad.dual_level():
+                found.append(forward_ad.unpack_dual(call(forward_ad.make_dual(x, tangent))))
+        torch.testing.assert_close(found[1].tangent, found[0].tangent)
+
+
+def test_tangents_are_those_of_one_process(ranks: Ranks) -> None:
+    ranks(2, check_tangents)
 
 
 # ---- how many graphs ----
@@ -314,3 +449,27 @@ def check_fails_later(rank: int, world: int, group: Group) -> None:
 
 def test_a_rank_that_fails_alone_is_an_error_on_all(ranks: Ranks) -> None:
     ranks(2, check_fails_later)
+
+
+class CountsOnOneRank(Net):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            self.count += 1
+        return super().forward(x) * (1 + 0 * self.count)
+
+
+def check_count(rank: int, world: int, group: Group) -> None:
+    """A rank that alone makes another graph is an error on all ranks, at once."""
+    compared = Compared(of(Block, CountsOnOneRank), group, compile_model)
+    compared.call(inputs())
+    compared.call(inputs())
+    begin = time.monotonic()
+    with pytest.raises(spar.MismatchError):
+        compared.call(inputs())
+    assert time.monotonic() - begin < 15
+
+
+def test_a_graph_that_one_rank_alone_makes_is_an_error_at_once(ranks: Ranks) -> None:
+    ranks(2, check_count)
