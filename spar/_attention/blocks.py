@@ -65,6 +65,13 @@ def blocks_of(
         # What is before in the shard is before in the sequence.
         size = sum([run.size for run in queries])
         return [Block(0, size, 0, size, True, 0, 0)] if size > 0 else []
+    if keys is queries and causal and joined:
+        # Likewise in a document.
+        own: dict[int, tuple[int, int]] = {}
+        for at, run in placed(queries):
+            first, size = own.get(run.sequence, (at, 0))
+            own[run.sequence] = first, size + run.size
+        return [Block(first, size, first, size, True, 0, 0) for first, size in own.values()]
     held: dict[int, list[tuple[int, Piece]]] = {}
     for key, run in placed(keys):
         held.setdefault(run.sequence if documents else 0, []).append((key, run))

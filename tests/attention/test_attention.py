@@ -317,7 +317,8 @@ def test_runs_of_a_document_are_paired_with_its_own_keys_alone(monkeypatch: pyte
 
     monkeypatch.setattr(block_finder, "_pair", counted)
     runs = [run for run in shards(packed(0, 500, [3] * 500), 3)[1] if run.size]
-    assert len(block_finder.blocks_of(runs, runs, True, True, True)) == calls[0] == len(runs) == 500
+    assert len(block_finder.blocks_of(runs, [*runs], True, True, True)) == calls[0] == len(runs) == 500
+    assert len(block_finder.blocks_of(runs, runs, True, True, True)) == 500 == calls[0], "none is paired"
 
 
 def check_memory(rank: int, world: int, group: Group) -> None:
