@@ -57,7 +57,9 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
     grows, reached = left.diff() == 1, left.diff() == 0
     stays, falls = right.diff() == 0, right.diff() == -1
     apart = ~(grows | reached) | ~(stays | falls) | (dead[1:] != dead[:-1])
-    apart[1:] |= (grows[1:] & reached[:-1]) | (stays[1:] & falls[:-1])
+    # Where it grows again, it does so from the query before on, which may be a document's first.
+    apart[:-1] |= grows[1:] & reached[:-1]
+    apart[1:] |= stays[1:] & falls[:-1]
     begins = [0, *(apart.nonzero()[:, 0] + 1).tolist()]
     if len(begins) > max(8, queries // _SHORTEST):
         return None
