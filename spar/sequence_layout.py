@@ -54,6 +54,8 @@ __all__ = ["SequenceLayout"]
 
 _KINDS = {"even": EVEN, "local": SIZES, "zigzag": ZIGZAG, "hybrid": ZIGZAG}
 _KINDS |= {"packed": PACKED, "joint": PACKED, "balanced": RUNS, "documents": RUNS, "runs": RUNS}
+# Of these a token attends to its own document.
+WITH_DOCUMENTS = ("packed", "balanced", "documents")
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,7 +204,7 @@ class SequenceLayout:
     @property
     def is_packed(self) -> bool:
         """Whether it has documents, of which each token attends to its own: packed, balanced, or given."""
-        return self.kind in ("packed", "balanced", "documents")
+        return self.kind in WITH_DOCUMENTS
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .._exchange.arguments import Arguments, Key, ranks_of
 from .._group.group import Call, Group
 from .._group.registry import by_process_group, place_of
 from .._transports.dtypes import PLAIN_TYPES
-from ..sequence_layout import SequenceLayout
+from ..sequence_layout import WITH_DOCUMENTS, SequenceLayout
 from ..topology.topology import current
 from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
@@ -346,7 +346,8 @@ def _key(request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | 
         passed = mask is None, sinks is None, bias is None, attend is None, learns
         shapes = [(x.shape, x.dtype, x.device, x.layout) for x in tensors]
         values = *passed, *shapes, None if spans is None else spans.shape, hashes_of(request)
-    if request.kernel is not None:  # which is asked once whether it can compute this
+    if request.kernel is not None or queries.kind in WITH_DOCUMENTS:
+        # Kernels are asked once whether they can compute this.
         values = *values, torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
     of_keys = None if keys is None else queries is keys or (keys.kind, keys.numbers, id(keys.group))
     return (

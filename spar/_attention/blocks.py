@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .._exchange.gather_plan import placed
 from .._exchange.layouts import Piece
+from .parts import Parts
 from .spans import Spans
 
 
@@ -23,8 +24,9 @@ class Block(NamedTuple):
         partial: whether the spans say which of these keys a query attends to.
         sample: the one to which the block is limited; -1: all samples have it.
         window: (left, right), if query i attends to the keys i - left to i + right alone, counted from the
-            last query and the last key; each has one.
+            last query and the last key; each has one. -1: all on that side.
         spans: which of these keys each of these queries attends to, counted from the block's first ones.
+        parts: those that attend to themselves alone, each by the window; None: the block is one.
     """
 
     query: int
@@ -38,6 +40,7 @@ class Block(NamedTuple):
     sample: int = -1
     window: tuple[int, int] | None = None
     spans: Spans | None = None
+    parts: Parts | None = None
 
 
 # Finds the blocks of runs of queries and of keys, which lie one behind the other in the local tensors.

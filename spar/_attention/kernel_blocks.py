@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks for kernels that read windows or spans themselves: of many queries, instead of tiles with masks.
+"""Blocks for kernels that read windows, spans or parts: of many queries, instead of tiles with masks.
 
-A window is that of a strip of queries. Spans are read of all queries of a rank, and of all keys that it has:
-keys that lie one behind the other in the sequence stay so in a shard, whatever is left out between them, so
-that an interval of the sequence is one of the shard, too.
+A window is that of a strip of queries. Parts are blocks that are apart from each other, such as documents.
+Spans are read of all queries of a rank, and of all keys that it has: keys that lie one behind the other in
+the sequence stay so in a shard, whatever is left out between them, so that an interval of the sequence is one
+of the shard, too.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,12 +18,14 @@ import torch
 from torch import Tensor
 
 from .._exchange.layouts import Piece
-from .blocks import Block
+from .blocks import Block, BlocksMaker
+from .parts import Parts
 from .spans import Spans
 from .tiles import held_runs, joined_runs
 
-# With more strips than one for so many queries, tiles are fewer blocks.
+# With more strips than one for so many queries, tiles are fewer blocks; or one call has too many parts.
 _SHORTEST = 64
+_SHORTEST_PART = 8
 
 
 # ---- windows ----
@@ -43,7 +47,14 @@ class Strip(NamedTuple):
 
 def strips_of(spans: Spans) -> tuple[Strip, ...] | None:
     """Return spans as strips, which are remembered; None if they are not a few of them."""
-    return spans.remember("strips", lambda: _strips(spans))
+    return _of_length(spans, _SHORTEST)
+
+
+def _of_length(spans: Spans, shortest: int) -> tuple[Strip, ...] | None:
+    """Return spans as strips; None if these are shorter than so many queries on average."""
+    strips = spans.remember("strips", lambda: _strips(spans))
+    few = strips is not None and len(strips) <= max(8, spans.ends.size(2) // shortest)
+    return strips if few else None
 
 
 def _strips(spans: Spans) -> tuple[Strip, ...] | None:
@@ -61,7 +72,7 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
     apart[:-1] |= grows[1:] & reached[:-1]
     apart[1:] |= stays[1:] & falls[:-1]
     begins = [0, *(apart.nonzero()[:, 0] + 1).tolist()]
-    if len(begins) > max(8, queries // _SHORTEST):
+    if len(begins) > max(8, queries // _SHORTEST_PART):
         return None
     ends = [*begins[1:], queries]
     rows = torch.tensor([begins, [last - 1 for last in ends]], device="cpu")
@@ -75,7 +86,7 @@ def _strips(spans: Spans) -> tuple[Strip, ...] | None:
 
 def strip_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
     """Return the blocks of runs that lie one behind the other in the local tensors, which are remembered."""
-    key, strips = ("strip blocks", tuple(queries), tuple(keys)), strips_of(spans) or ()
+    key, strips = ("strip blocks", tuple(queries), tuple(keys)), _of_length(spans, _SHORTEST_PART) or ()
     return spans.remember(key, lambda: _of_strips(strips, queries, keys))
 
 
@@ -111,6 +122,102 @@ def _block(strip: Strip, queries: tuple[int, int], keys: tuple[int, int]) -> Blo
     # As flash_attn aligns a window: at the last query and the last key.
     behind = last - end
     return Block(*place, False, begin, first, window=(left + behind, right - behind))
+
+
+# ---- parts ----
+
+
+def window_parts(spans: Spans) -> BlocksMaker | None:
+    """Return what finds the blocks of strips, joined as parts; None if spans are not strips."""
+    return None if _of_length(spans, _SHORTEST_PART) is None else functools.partial(_part_blocks, spans)
+
+
+def _part_blocks(spans: Spans, queries: Sequence[Piece], keys: Sequence[Piece]) -> tuple[Block, ...]:
+    key = "parts", tuple(queries), tuple(keys)
+    return spans.remember(key, lambda: in_parts(strip_blocks(spans, queries, keys)))
+
+
+def in_parts(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Join blocks without masks that are apart, and have one window, into blocks of many parts."""
+    found: list[_Joined] = []
+    for block in sorted(_with_keys_before(blocks), key=lambda block: (block.query, block.key)):
+        if not any(joined.add(block) for joined in found):
+            found.append(_Joined(block))
+    return tuple([joined.block() for joined in found])
+
+
+def _with_keys_before(blocks: Sequence[Block]) -> list[Block]:
+    """Join a causal block with a full one of its queries, whose keys are just before its own."""
+    full = {
+        (block.query, block.queries, block.key + block.keys): block
+        for block in blocks
+        if not block.causal and block.window is None
+    }
+    found = []
+    for block in blocks:
+        before = full.pop((block.query, block.queries, block.key), None) if block.causal else None
+        if before is not None:
+            keys = before.keys + block.keys
+            block = before._replace(keys=keys, window=(-1, 0))
+        if block.causal or block.window is not None:
+            found.append(block)
+    return [*found, *full.values()]
+
+
+class _Joined:
+    """Blocks that are one behind the other in queries and in keys, as parts of one."""
+
+    def __init__(self, block: Block) -> None:
+        self.blocks = [block]
+        self.left, self.right = _sides(block)
+
+    def add(self, block: Block) -> bool:
+        """Add a block if it is behind the others, and their window can be its own."""
+        last, sides = self.blocks[-1], _sides(block)
+        if last.query + last.queries > block.query or last.key + last.keys > block.key:
+            return False
+        left, right = self.left.joined(sides[0]), self.right.joined(sides[1])
+        if left is None or right is None:
+            return False
+        self.left, self.right = left, right
+        self.blocks.append(block)
+        return True
+
+    def block(self) -> Block:
+        first, last = self.blocks[0], self.blocks[-1]
+        if first is last:
+            return first
+        query, key, sizes = first.query, first.key, []
+        for block in self.blocks:
+            gaps = (block.query - query, 0), (0, block.key - key)
+            sizes += [*(gap for gap in gaps if any(gap)), (block.queries, block.keys)]
+            query, key = block.query + block.queries, block.key + block.keys
+        window = tuple(-1 if side.exact is None else side.exact for side in (self.left, self.right))
+        place = first.query, query - first.query, first.key, key - first.key
+        return Block(*place, False, 0, 0, window=(window[0], window[1]), parts=Parts(sizes))
+
+
+class _Side(NamedTuple):
+    """How many keys on a side queries attend to: exactly so many, or any number that is at least `least`."""
+
+    exact: int | None
+    least: int
+
+    def joined(self, other: _Side) -> _Side | None:
+        exact, least = other.exact if self.exact is None else self.exact, max(self.least, other.least)
+        differ = exact is not None and (other.exact not in (None, exact) or exact < least)
+        return None if differ else _Side(exact, least)
+
+
+def _sides(block: Block) -> tuple[_Side, _Side]:
+    """Return the window of a block, counted from its last query and key; exact where it cuts keys off."""
+    everything = block.keys - 1, block.queries - 1
+    window = block.window or (everything[0], 0 if block.causal else everything[1])
+    left, right = (
+        _Side(None, most) if side < 0 or side >= most else _Side(side, 0)
+        for side, most in zip(window, everything, strict=True)
+    )
+    return left, right
 
 
 # ---- spans ----

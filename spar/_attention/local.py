@@ -26,12 +26,13 @@ from ..ops.unused import depending_on
 from . import tiles
 from .blocks import Block, BlocksMaker, blocks_of, no_blocks
 from .graph_op import Description, in_graph
+from .kernel_blocks import in_parts
 from .kernels import blocks_of_spans, flash_instead_of_cudnn
-from .kernels.kernel import accumulated
+from .kernels.kernel import Needs, accumulated, readable
 from .masks import causal_mask, joined, sliced
 from .problem import Problem, Request
 from .ring import Ring, Round, attend_round
-from .scores import Scores
+from .scores import Blocks, Scores
 from .spans import Spans, with_keywords
 
 # q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
@@ -66,6 +67,8 @@ def over_sequence(problem: Problem, first: int, heads: int) -> Compute:
     if problem.uses_spans:
         return functools.partial(by_spans, problem, first, whole, keys)
     runs = documents_of(problem) if problem.packed else whole
+    if problem.joins and not problem.by_blocks:
+        return _by_parts(problem, blocks_by_runs(problem)(runs, runs))
     return by_blocks(problem, first, runs) if problem.by_blocks else by_runs(problem, runs, keys)
 
 
@@ -85,7 +88,8 @@ def blocks_by_runs(problem: Problem) -> BlocksMaker:
     if not problem.computes:
         return no_blocks
     causal, documents, joined = problem.causal, problem.packed, problem.mask is None
-    return functools.partial(blocks_of, causal=causal, documents=documents, joined=joined)
+    found = functools.partial(blocks_of, causal=causal, documents=documents, joined=joined)
+    return (lambda queries, keys: in_parts(found(queries, keys))) if problem.joins else found
 
 
 def by_blocks(problem: Problem, first: int, runs: Sequence[Piece]) -> Compute:
@@ -138,7 +142,8 @@ def scores_and_blocks(
     if not problem.computes:
         return scores, no_blocks
     if request.mask is None and request.bias is None:
-        read = blocks_of_spans(problem.kernel, q, v, problem.softcap > 0, spans)
+        needs = Needs(softcap=problem.softcap > 0, wider=problem.returns_lse)
+        read = blocks_of_spans(problem.kernel, q, v, needs, spans)
         if read is not None:
             return scores, read
     # A bias is a tensor of all scores of a block.
@@ -206,6 +211,18 @@ def by_graph_op(
 
 
 # ---- by the caller's kernel, or torch's ----
+
+
+def _by_parts(problem: Problem, blocks: Sequence[Block]) -> Compute:
+    """Attend to all documents by one call, of which torch has gradients."""
+    (block,) = blocks
+
+    def compute(tensors: Tensors, request: Request) -> Outs:
+        q, k, v = readable(*tensors)
+        kernel, inputs = Blocks(problem.scores(), q, v, None).of(block, q, k, v)
+        return (kernel.forward(inputs)[0],)
+
+    return compute
 
 
 def by_runs(problem: Problem, runs: Sequence[Piece], held: Sequence[Piece]) -> Compute:

@@ -21,7 +21,7 @@ from .._group.group import Group
 from .._group.registry import place_of
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..sizes import as_int
-from .kernels import NAMES, blocks_of_spans, reason_against
+from .kernels import NAMES, blocks_of_spans, reason_against, takes_parts
 from .kernels.kernel import Needs
 from .masks import shape_of_mask
 from .pairs import Function
@@ -110,6 +110,7 @@ class Problem:
         blockwise: whether blocks can be computed apart and merged.
         by_blocks: whether torch's scaled_dot_product_attention cannot compute it, or a kernel was named.
         varied: as in Needs.
+        joins: whether the documents of a rank are parts of one block.
     """
 
     group: Group | Place
@@ -136,6 +137,7 @@ class Problem:
     blockwise: bool
     by_blocks: bool
     varied: bool
+    joins: bool
 
     @property
     def keywords(self) -> Keywords:
@@ -199,9 +201,18 @@ def checked(call: Arguments, request: Request, hashes: Sequence[str]) -> Problem
         blockwise=request.attend is None and request.dropout_p == 0.0,
         by_blocks=changes or uses_spans or request.kernel is not None,
         varied=queries.is_packed or uses_spans,
+        joins=mask is None and not uses_spans and _joins(request),
     )
     _check_kernel(call, problem, request)
     return problem
+
+
+def _joins(request: Request) -> bool:
+    """Whether a kernel computes all documents of a rank in one call."""
+    q, v, is_eager = request.q, request.v, not torch.compiler.is_compiling() and not is_fake(request.q)
+    if not request.queries.is_packed or request.attend is not None or request.dropout_p or not is_eager:
+        return False
+    return takes_parts(request.kernel, q, v, Needs(softcap=bool(request.softcap), wider=request.returns_lse))
 
 
 def _checked_shapes(call: Arguments, request: Request) -> Shapes:
@@ -304,7 +315,8 @@ def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
     why = reason_against(kernel, q, v, Needs(dense or problem.uses_spans, softcap))
     if why and problem.uses_spans and not dense and not torch.compiler.is_compiling():
         spans = with_keywords(request.spans, problem.keywords)
-        if blocks_of_spans(kernel, q, v, softcap, spans) is not None:
+        needs = Needs(softcap=softcap, wider=problem.returns_lse)
+        if blocks_of_spans(kernel, q, v, needs, spans) is not None:
             # It needs no masks.
             why = ""
     if why:

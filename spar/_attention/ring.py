@@ -27,7 +27,7 @@ from .._exchange.observers import have_tangents, is_transformed
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block, BlocksMaker
-from .kernels.kernel import accumulated, finite, narrowed, widened
+from .kernels.kernel import accumulated, finite, narrowed, readable, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
 from .travel import Shift, Shifts
@@ -372,7 +372,7 @@ def attend_round(
             'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
         )
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = readable(q, k, v)
     learns = q.requires_grad or k.requires_grad or v.requires_grad
     if torch.is_grad_enabled() and (learns or (sinks is not None and sinks.requires_grad)):
         outs = SparAttention.apply(ring, q, k, v, mask, sinks, *gathered)  # type: ignore[no-untyped-call]

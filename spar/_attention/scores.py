@@ -58,7 +58,8 @@ class Blocks:
         """Return a block's kernel, and its parts of q, k and v with what is added to its scores."""
         masked = self._changed or block.partial
         softcap, varied = self._scores.softcap, self._scores.varied
-        needs = Needs(masked, softcap > 0, block.window is not None, block.spans is not None, varied)
+        reads = block.window is not None, block.spans is not None
+        needs = Needs(masked, softcap > 0, *reads, varied, block.parts is not None)
         kernel = self._kernels.get(needs)
         if kernel is None:
             kernel = kernel_for(self._scores.kernel, self._q, self._v, needs)
@@ -74,7 +75,7 @@ class Blocks:
             mask, causal = joined(mask, causal_mask(block.queries, block.keys, 0, mask.device)), False
         scale = self._scores.scale
         return kernel, BlockInputs(
-            q, k, v, causal, mask, scale, softcap, block.window, has_empty, block.spans
+            q, k, v, causal, mask, scale, softcap, block.window, has_empty, block.spans, parts=block.parts
         )
 
     def _added(self, block: Block, q: Tensor) -> tuple[Tensor | None, bool]:

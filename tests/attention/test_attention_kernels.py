@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
-from helpers import flash_attn_standin, flex_standin
+from helpers import flash_attn_standin, flash_varlen_standin, flex_standin
 from helpers.whole_attention import METHODS, error_of, expected_of, inputs
 from torch.nn.attention import SDPBackend
 
@@ -36,7 +36,10 @@ Group = dist.ProcessGroup
 DOCUMENTS = [7, 0, 15, 1]
 SHORT = {  # kernels for GPUs, of 16-bit tensors, and the calls of their stand-ins
     "flash_attn": {"forward", "backward"},
-    "flash on a GPU": {"forward", "backward", "aten forward", "aten backward"},
+    "flash on a GPU": {
+        *("forward", "backward", "aten forward", "aten backward"),
+        *("varlen forward", "varlen backward"),
+    },
     "cudnn": {"forward", "backward", "cudnn forward", "cudnn backward"},
 }
 
@@ -56,6 +59,7 @@ def standins(**kernels: Any) -> Iterator[None]:
     on_cpu["flex"] = on_cpu.pop("flex")
     with (
         flash_attn_standin.installed(),
+        flash_varlen_standin.registered(),
         mock.patch.dict(KERNELS, cpu=on_cpu),
         flex_standin.installed(),
         mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
@@ -139,23 +143,29 @@ def test_choice_on_a_gpu() -> None:
     assert chosen(long) == chosen(short) == "cudnn"
     # It would plan for the sizes of each document.
     assert chosen(long, varied=True) == chosen(long, SDPBackend.FLASH_ATTENTION) == "flash"
-    assert chosen(long, softcap=True) == chosen(long, window=True) == "flash_attn"
+    assert chosen(long, window=True) == chosen(long, window=True, parts=True) == "flash"
+    assert chosen(long, softcap=True) == chosen(long, softcap=True, window=True) == "flash_attn"
     assert chosen(short, mask=True) == "blockwise" and chosen(long, mask=True) == "flex"
     assert chosen(short.double()) == "blockwise"
 
 
 def check_documents_by_ulysses(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.packed(DOCUMENTS, group)
-    whole = inputs(23, 4, 2, torch.float64)
-    expected = expected_of(whole, causal=True, documents=DOCUMENTS)
     attend = partial(spar.attention, layout=layout, causal=True, method="ulysses")
-    for prefers, calls in (
-        (SDPBackend.CUDNN_ATTENTION, {"aten forward"}),
-        (SDPBackend.FLASH_ATTENTION, set()),
+    at_once = {"varlen forward", "varlen backward"}
+    for width, version, prefers, calls in (
+        (8, "2.13.0", SDPBackend.CUDNN_ATTENTION, at_once),
+        (8, "2.13.0", SDPBackend.FLASH_ATTENTION, at_once),
+        # What was decided of other shapes is remembered.
+        (16, "2.6.0", SDPBackend.CUDNN_ATTENTION, {"aten forward"}),
+        (16, "2.6.0", SDPBackend.FLASH_ATTENTION, set()),
     ):
+        whole = inputs(23, 4, 2, torch.float64, width)
+        expected = expected_of(whole, causal=True, documents=DOCUMENTS)
         flash_attn_standin.CALLS.clear()
         with (
             standins(flash=FlashCuda()),
+            mock.patch.object(torch, "__version__", version),
             mock.patch("torch._fused_sdp_choice", lambda *tensors, answer=prefers.value, **options: answer),
         ):
             found = error_of(attend, [x.bfloat16() for x in whole], expected, layout.index())

@@ -16,8 +16,8 @@ from .kernel import Kernel, Needs
 
 _BLOCKWISE = Blockwise()
 _FLEX = Flex()
-# By device type and name, in the order in which `kernel_for` asks them. Blockwise refuses only windows and
-# spans.
+# By device type and name, in the order in which `kernel_for` asks them. Blockwise refuses only windows,
+# spans and parts.
 KERNELS: dict[str, dict[str, Kernel]] = {
     "cpu": {"flash": FlashCpu(), "blockwise": _BLOCKWISE, "flex": _FLEX},
     "cuda": {
@@ -46,9 +46,10 @@ def kernel_for(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> Kernel:
         return kernels[name]
     for kernel in kernels.values():
         fits = kernel.takes_no_width or 0 not in (q.size(3), v.size(3))
+        fits = fits and (kernel.takes_parts or not needs.parts)
         if fits and kernel.suits(q, v, needs) and not kernel.refuses(q, v, needs):
             return kernel
-    if why := _BLOCKWISE.refuses(q, v, needs):
+    if why := _refusal(_BLOCKWISE, q, v, needs):
         raise NotImplementedError(
             f"attention: no kernel for heads of width {q.size(3)} and {v.size(3)}: {why}"
         )
@@ -63,10 +64,17 @@ def flash_instead_of_cudnn(q: Tensor, v: Tensor) -> FlashCuda | None:
     return None if _refusal(kernel, q, v, Needs()) else kernel
 
 
-def blocks_of_spans(
-    name: str | None, q: Tensor, v: Tensor, softcap: bool, spans: Spans
-) -> BlocksMaker | None:
+def takes_parts(name: str | None, q: Tensor, v: Tensor, needs: Needs) -> bool:
+    """Whether the named kernel, or any, computes blocks of parts of these tensors."""
+    kernels = KERNELS.get(q.device.type, _ON_ANY_DEVICE)
+    chosen = [kernel for kernel_name, kernel in kernels.items() if name in (None, kernel_name)]
+    return any(not _refusal(kernel, q, v, needs._replace(parts=True)) for kernel in chosen)
+
+
+def blocks_of_spans(name: str | None, q: Tensor, v: Tensor, needs: Needs, spans: Spans) -> BlocksMaker | None:
     """Return what finds the blocks in which the named kernel, or the first that can, reads spans; None: none.
+
+    needs: besides what it must have to read spans.
 
     On a GPU flex compiles to find out whether it can, and is asked for that last.
     """
@@ -74,7 +82,9 @@ def blocks_of_spans(
         if name not in (None, kernel_name) or kernel.reads is None:
             continue
         blocks = kernel.blocks(spans, q.size(2), name is not None)
-        if blocks is not None and not _refusal(kernel, q, v, kernel.reads._replace(softcap=softcap)):
+        # One that is named computes what it can, and may then have no backward.
+        reads = kernel.reads._replace(softcap=needs.softcap, wider=needs.wider and name is None)
+        if blocks is not None and not _refusal(kernel, q, v, reads):
             return blocks
     return None
 
@@ -82,4 +92,6 @@ def blocks_of_spans(
 def _refusal(kernel: Kernel, q: Tensor, v: Tensor, needs: Needs) -> str:
     if not kernel.takes_no_width and 0 in (q.size(3), v.size(3)):
         return f"heads of q or v have width 0: {q.size(3)} and {v.size(3)}"
+    if needs.parts and not kernel.takes_parts:
+        return "it takes one document at a time"
     return kernel.refuses(q, v, needs)

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .kernel import NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, torch_version
+from ..blocks import BlocksMaker
+from ..kernel_blocks import window_parts
+from ..spans import Spans
+from .kernel import MORE, NO_SPANS, NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, torch_version
 
 _aten = torch.ops.aten
 
@@ -102,7 +105,10 @@ def prefers_cudnn(q: Tensor, v: Tensor) -> bool:
 
 
 class FlashCuda(Kernel):
-    """By FlashAttention-2, on GPUs."""
+    """By FlashAttention-2, on GPUs. Windows and parts are those of the op behind the other one."""
+
+    takes_parts = True
+    reads = Needs(window=True, parts=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, scale: float) -> Tensor:
         """Return the output alone, of which torch has gradients."""
@@ -116,21 +122,88 @@ class FlashCuda(Kernel):
             return "the GPU is older than Ampere"
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
-        return lacks(needs) or refuses_16_bits(q, v, needs)
+        why = _why_no_windows() if needs.window or needs.parts else ""
+        return why or lacks(needs._replace(window=False)) or refuses_16_bits(q, v, needs)
+
+    def blocks(self, spans: Spans, queries: int, is_named: bool) -> BlocksMaker | None:
+        return window_parts(spans)
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
+        """Of this, too, torch has gradients."""
         q, k, v, causal, _, scale, *_ = block
+        if block.window is not None:
+            return _with_window(block)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, _, scale, *_ = block
+        if block.window is not None:
+            return _with_window_backward(block, grad, out, lse)
         none = _no_random_numbers(q)
         lse = lse.contiguous()  # its kernel does not read strides
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
         )
         return cast(Gradients, gradients)
+
+
+def _why_no_windows() -> str:
+    if torch.compiler.is_compiling():
+        return "windows and parts cannot be inside compiled code"
+    if torch.version.hip:
+        return "windows and parts were not tried on ROCm"
+    # torch 2.6 pads the log-sum-exp of parts.
+    return "" if torch_version() >= (2, 7) else f"torch {torch.__version__} is older than 2.7"
+
+
+def _by_token(x: Tensor, block: BlockInputs) -> Tensor:
+    """Return [B, H, S, D] as [B, S, H, D], or of parts as [B * S, H, D]."""
+    x = x.transpose(1, 2)
+    return x if block.parts is None else x.flatten(0, 1)
+
+
+def _by_head(x: Tensor, block: BlockInputs) -> Tensor:
+    """Return what `_by_token` returns as [B, H, S, D]."""
+    return (x if block.parts is None else x.unflatten(0, (block.q.size(0), -1))).transpose(1, 2)
+
+
+def _ends(block: BlockInputs) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return where parts begin among the queries and the keys of all samples, and the most of one part."""
+    parts, q, k = block.parts, block.q, block.k
+    if parts is None:
+        return None, None, q.size(2), k.size(2)
+    return *parts.on(q.device, q.size(0)), parts.most_queries, parts.most_keys
+
+
+def _options(block: BlockInputs) -> tuple[bool, dict[str, Any]]:
+    """Return whether no key behind a query is one of its own, and the window and the scale."""
+    left, right = block.window or (-1, -1)
+    return right == 0, {"scale": block.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _with_window(block: BlockInputs) -> tuple[Tensor, Tensor]:
+    q, k, v = (_by_token(x, block) for x in block[:3])
+    causal, options = _options(block)
+    out, lse, *_ = _aten._flash_attention_forward(q, k, v, *_ends(block), 0.0, causal, False, **options)
+    if block.parts is not None:
+        lse = lse.unflatten(1, (block.q.size(0), -1)).transpose(0, 1)
+        if block.parts.has_empty:
+            # It returns inf for a query without keys.
+            lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    return _by_head(out, block), lse
+
+
+def _with_window_backward(block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    grad, q, k, v, out = (_by_token(x, block) for x in (grad, *block[:3], out))
+    causal, options = _options(block)
+    if block.parts is not None:
+        lse = lse.transpose(0, 1).flatten(1)
+    none = _no_random_numbers(q)
+    saved = grad, q, k, v, out, lse.contiguous()  # its kernel does not read strides
+    gradients = _aten._flash_attention_backward(*saved, *_ends(block), 0.0, causal, none, none, **options)
+    dq, dk, dv = (_by_head(x, block) for x in gradients)
+    return dq, dk, dv
 
 
 def lacks(needs: Needs) -> str:
@@ -148,8 +221,9 @@ def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
         return f"the tensors are {q.dtype}"
     if needs.mask or needs.spans:
         return "it takes no mask"
-    if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > 256:
-        return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to 256"
+    widest = 256 - MORE if needs.wider else 256
+    if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > widest:
+        return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to {widest}"
     return ""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlocksMaker
+from ..parts import Parts
 from ..spans import Spans
 
 
@@ -20,10 +21,11 @@ class BlockInputs(NamedTuple):
         mask: added to the scores, [B, H, S, T], of which dims of size 1 broadcast.
         softcap: c, if scores x become c tanh(x / c) before the mask is added; 0: none.
         window: (left, right), if query i attends to the keys i + T - S - left to i + T - S + right alone, of
-            which there is at least one.
+            which there is at least one. -1: all on that side.
         has_empty: whether the mask may leave a query no key.
         spans: which of these keys each of these queries attends to; None: what is above says it.
         is_only: whether the output and the log-sum-exp that backward gets are this block's.
+        parts: those that attend to themselves alone, each by the window; queries may then have no key.
     """
 
     q: Tensor
@@ -37,12 +39,14 @@ class BlockInputs(NamedTuple):
     has_empty: bool = True
     spans: Spans | None = None
     is_only: bool = False
+    parts: Parts | None = None
 
 
 class Needs(NamedTuple):
-    """What a kernel must have besides attention itself: masks, a cap of the scores, windows, spans.
+    """What a kernel must have besides attention itself: masks, a cap of the scores, windows, spans, parts.
 
     varied: whether the blocks' sizes differ from call to call, as those of documents do.
+    wider: whether backward may get heads that are `MORE` wider, for the gradient of a log-sum-exp.
     """
 
     mask: bool = False
@@ -50,10 +54,12 @@ class Needs(NamedTuple):
     window: bool = False
     spans: bool = False
     varied: bool = False
+    parts: bool = False
+    wider: bool = False
 
 
 # Kernels of GPUs take widths that are multiples of so many.
-_MORE = 8
+MORE = 8
 NO_WINDOW = "it takes masks instead of windows"
 NO_SPANS = "it takes masks instead of spans"
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -64,10 +70,12 @@ class Kernel(Protocol):
 
     Attributes:
         takes_no_width: whether it computes heads of width 0, which `reason_against` refuses otherwise.
+        takes_parts: likewise blocks of parts.
         reads: what it must have to read spans without masks, windows or spans; None: it reads none.
     """
 
     takes_no_width: bool = False
+    takes_parts: bool = False
     reads: Needs | None = None
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
@@ -97,6 +105,11 @@ class Kernel(Protocol):
         """
 
 
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors with a contiguous last dim, as kernels read them."""
+    return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+
+
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which blocks are merged and gradients are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -113,12 +126,12 @@ def widened(x: Tensor, value: Tensor | float = 0.0) -> Tensor:
         wide = torch.cat([x, value.to(x.dtype).unsqueeze(3)], 3)
     else:
         wide = torch.nn.functional.pad(x, (0, 1), value=value)
-    return torch.nn.functional.pad(wide, (0, _MORE - 1))
+    return torch.nn.functional.pad(wide, (0, MORE - 1))
 
 
 def narrowed(x: Tensor) -> Tensor:
     """Drop the columns that `widened` appends."""
-    return x[..., : x.size(-1) - _MORE].contiguous()
+    return x[..., : x.size(-1) - MORE].contiguous()
 
 
 def torch_version() -> tuple[int, int]:
