@@ -82,6 +82,7 @@ STAGES = (
         shares=True,
     ),
     Stage("attention", "Attention kernels", "gpu_attention.py", (), 90, (kit.PACKAGE,), shares=True),
+    Stage("documents", "Documents and windows", "stages/varlen.py", KIT, 60, (kit.PACKAGE,)),
     Stage("models", "Models of transformers", "gpu_models.py", (), 120, (kit.PACKAGE,), shares=True),
     Stage(
         "loop",

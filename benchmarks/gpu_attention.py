@@ -45,6 +45,7 @@ class Case(NamedTuple):
     mask: Tensor | None  # which keys a query attends to: [S, S], or [H, S, S]
     softcap: float | None = None
     has_sinks: bool = False
+    lengths: tuple[int, ...] = ()  # of packed documents
 
 
 def cases(tokens: int, device: torch.device) -> Iterator[Case]:
@@ -55,8 +56,9 @@ def cases(tokens: int, device: torch.device) -> Iterator[Case]:
     yield Case("full", {}, None)
     yield Case("causal", {"causal": True}, causal)
     yield Case("window", {"causal": True, "window": (window, 0)}, near)
-    documents = Spans.causal(tokens) & Spans.documents(ids[None])
-    yield Case("documents", {"mask": documents}, causal & (ids[:, None] == ids))
+    documents, own = Spans.causal(tokens) & Spans.documents(ids[None]), causal & (ids[:, None] == ids)
+    yield Case("documents", {"mask": documents}, own)
+    yield Case("packed", {"causal": True}, own, lengths=(first, 1, tokens - first - 1))
     yield Case("softcap", {"causal": True, "softcap": 5.0}, causal, softcap=5.0)
     yield Case("sinks", {"causal": True}, causal, has_sinks=True)
     random = torch.Generator().manual_seed(1)
@@ -89,7 +91,8 @@ def check_case(
     case: Case, method: str, kernel: str | None, whole: list[Tensor], grad: Tensor, sinks: Tensor | None
 ) -> float:
     """Return the largest error, relative to norms, of the output and of the gradients of q, k and v."""
-    layout = SequenceLayout.even(whole[0].size(1))
+    total = whole[0].size(1)
+    layout = SequenceLayout.packed(case.lengths) if case.lengths else SequenceLayout.even(total)
     exact = [x.double().requires_grad_() for x in whole]
     wanted = whole_attention(case, exact[0], exact[1], exact[2], sinks)
     wanted.backward(grad.double())

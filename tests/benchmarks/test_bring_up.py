@@ -76,7 +76,7 @@ def results(out: Path) -> dict[str, dict[str, Any]]:
 def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in standins.environment(built_driver(), OMP_NUM_THREADS="1").items():
         monkeypatch.setenv(name, value)
-    over = {"check", "kernels", "loop", "push", "host", "p2p"}
+    over = {"check", "kernels", "documents", "loop", "push", "host", "p2p"}
     stages = [
         dataclasses.replace(stage, arguments=(*stage.arguments, "--stand-ins"))
         if stage.name in over
@@ -103,6 +103,11 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     handshake = found["p2p"]["data"]["figures"]["device memory of two processes"]
     assert handshake["rounds"] == 20, handshake
     assert len(found["kernels"]["data"]["figures"]["shapes"]) == 9
+    assert {name.partition(",")[0] for name in found["documents"]["data"]["figures"]} == {
+        "a window of 512",
+        "20 documents",
+        "200 documents",
+    }
     assert set(found["host"]["data"]["figures"]["host_us_of_groups"]) == {"1", "4", "57"}
     assert re.search(r"an aborted call, in \d+ groups", found["loop"]["output"])
 
