@@ -214,6 +214,15 @@ def test_reasons() -> None:
         assert not takes_parts("blockwise", x, x, Needs()) and not takes_parts(None, x, x, Needs(wider=True))
         assert reason_against("blockwise", x, x, Needs(parts=True)) == "it takes one document at a time"
         assert isinstance(kernel_for(None, x, x, Needs(window=True, parts=True)), FlashCuda)
+        for width, capability, can in (
+            (224, (8, 6), 0),
+            (256, (8, 6), 1),
+            (224, (9, 0), 1),
+            (200, (12, 0), 0),
+        ):
+            with mock.patch("torch.cuda.get_device_capability", lambda device, found=capability: found):
+                why = reason_against("flash", x[..., :width], x[..., :width], Needs())
+            assert bool(why) != bool(can) and (can or f"backward for a width of {width} on" in why)
         with mock.patch("torch.compiler.is_compiling", lambda: True):
             assert "compiled" in reason_against("flash", x, x, Needs(window=True))
         with mock.patch.object(torch.version, "hip", "6.2"):

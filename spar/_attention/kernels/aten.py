@@ -118,8 +118,11 @@ class FlashCuda(Kernel):
         return out
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
-        if torch.cuda.get_device_capability(q.device) < (8, 0):
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < (8, 0):
             return "the GPU is older than Ampere"
+        if why := _why_no_backward(capability, q.size(3) + MORE * needs.wider):
+            return why
         if not torch.backends.cuda.flash_sdp_enabled():
             return "torch.backends.cuda.enable_flash_sdp(False) was called"
         why = _why_no_windows() if needs.window or needs.parts else ""
@@ -146,6 +149,14 @@ class FlashCuda(Kernel):
             grad, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, none, none, scale=scale
         )
         return cast(Gradients, gradients)
+
+
+def _why_no_backward(capability: tuple[int, int], width: int) -> str:
+    """Return why backward would raise; its shared memory is too small for some widths, as torch has it."""
+    is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    if is_small and 192 < width <= 224:
+        return f"it has no backward for a width of {width} on a GPU of capability {capability}"
+    return ""
 
 
 def _why_no_windows() -> str:
