@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch.compiler import is_dynamo_compiling
 
-from ..errors import SparError
+from ..errors import MismatchError, SparError
 from ..ops.gather import all_gather
 from .functions import function_of
 from .generators import CODE
@@ -82,10 +82,9 @@ class CompiledCode:
         except Exception as error:
             if self._runs:
                 raise
-            differs = self._differs(error)
-            out = own(*args, **kwargs)  # of whose errors none is a reason to refuse it
-            self.kind.refuse(module, self, _reason_of(error), for_all=differs)
-            return out
+            # Before the call: where it fails on one rank alone, that rank has refused what its peers have.
+            self.kind.refuse(module, self, _reason_of(error), for_all=self._differs(error))
+            return own(*args, **kwargs)
         out = changed(local_of, out)
         try:
             if hollow.release():
@@ -96,6 +95,17 @@ class CompiledCode:
                 type(module).__name__, "keeps an argument where spar cannot find it", "do not compile it"
             ) from None
         return out
+
+    def _agreed(self) -> bool:
+        """Return whether all ranks have compiled the new graph. Collective."""
+        try:
+            agreed = _agree(self.view, True)
+        except MismatchError as error:
+            # A rank that failed comes here again; one that made no graph does not.
+            self._is_new = "calls differ" not in str(error)
+            raise
+        self._is_new = False
+        return agreed
 
     def _differs(self, error: Exception) -> bool:
         """Return whether ranks have code that others lack, after this rank could make none. Collective."""
@@ -148,10 +158,8 @@ class CompiledCode:
 
         def run(*given: Any) -> Any:
             local = inputs.local(given)
-            if self._is_new:
-                self._is_new = False
-                if not _agree(view, True):
-                    raise Disagreed("another rank could not compile it")
+            if self._is_new and not self._agreed():
+                raise Disagreed("another rank could not compile it")
             if written or returned:
                 before = [local[i] for i in (*written, *returned)]
                 inputs.make_dense(local)

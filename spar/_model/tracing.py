@@ -82,7 +82,10 @@ class Traced(nn.Module):
                 mark(x, shard.part)
         view = TracingView(self.view, self.leaves, given)
         with intercepted(view), view, torch.fx.traceback.preserve_node_meta():
-            out = _Run(self.graph, view).run(*given)
+            run = _Run(self.graph, view)
+            out = run.run(*given)
+        if run.blocks:
+            raise Refused("a block begins in its graph, and does not end: its forward was replaced")
         out = [view.check_stale("compiled code", x) if isinstance(x, Tensor) else x for x in out]
         if view._given.changed(view._aliases):
             raise Refused("a block changes an argument of the model in place")
@@ -115,7 +118,7 @@ class _Run(torch.fx.Interpreter):
     def __init__(self, graph: torch.fx.GraphModule, view: TracingView) -> None:
         super().__init__(graph)
         self.view = view
-        self._blocks: list[tuple[Any, dict[torch.fx.Node, Any]]] = []  # those that have begun: what was whole
+        self.blocks: list[tuple[Any, dict[torch.fx.Node, Any]]] = []  # those that have begun: what was whole
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Run a function, and compare what it returns with what one process has, by its shape and dtype."""
@@ -145,12 +148,12 @@ class _Run(torch.fx.Interpreter):
                 if id(x) in parts:
                     wholes[node] = x
                     self.env[node] = self.view.shard(x, parts[id(x)])
-        self._blocks.append((n.args[0], wholes))
+        self.blocks.append((n.args[0], wholes))
 
     def _end_block(self, n: torch.fx.Node) -> None:
         """Let the whole tensors be whole again; a block whose forward was called alone did not begin."""
-        if self._blocks and self._blocks[-1][0] == n.args[0]:
-            for node, x in self._blocks.pop()[1].items():
+        if self.blocks and self.blocks[-1][0] == n.args[0]:
+            for node, x in self.blocks.pop()[1].items():
                 if node in self.env:  # it is read again
                     self.env[node] = x
 

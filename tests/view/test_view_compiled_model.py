@@ -11,166 +11,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import Ranks
-from helpers import compiled_blocks as blocks, compiled_containers as containers
-from helpers.compiled_blocks import Block, Compared, Net, compile_model, inputs, of
-from torch import Tensor, nn
+from helpers import compiled_blocks as blocks, compiled_containers as containers, compiled_models as models
+from helpers.compiled_blocks import Block, Compared, compile_model, inputs, of
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import spar
+from spar._exchange.arguments import ranks_of
 from spar._model import backends
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
 Group = dist.ProcessGroup
-
-
-class Twice(Block):
-    """Sees whether two arguments are one tensor, as nn.MultiheadAttention does."""
-
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        out: Tensor = super().forward(x * 2 if rest[0] is x else x + rest[0])
-        return out
-
-
-class TwiceNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x = self.blocks[0](x, x)
-        return self.head(self.blocks[1](x, x * 1))
-
-
-class TupleNet(Net):
-    """Gives each block the same tables, in a tuple, and reads them outside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        tables = x.cos(), x.sin()
-        for block in self.blocks:
-            x = block(x, tables)
-        return self.head(x * tables[0].mean(1, keepdim=True))
-
-
-class AddsTables(Block):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        cos, sin = rest[0]
-        out: Tensor = super().forward(x * cos + x.flip(-1) * sin)
-        return out
-
-
-class TagsWhole(Net):
-    """Its first block gets a whole tensor that has an attribute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x.gain = 2.0  # type: ignore[attr-defined]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class LossNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = super().forward(x)
-        labels = logits.detach().argmax(-1).roll(1, 1)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class Teacher(Net):
-    """Calls a block without gradients, and goes on with its argument."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        with torch.no_grad():
-            target = self.blocks[0](x)
-        return self.head(self.blocks[1](x * 2 + target))
-
-
-class Limited(torch.autograd.Function):
-    """Its backward is not linear in the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient / (1e-3 + gradient.abs().max())
-
-
-class LimitsWhole(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = Limited.apply(self.embed(x))  # type: ignore[no-untyped-call]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class LimitsWeight(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)
-        return F.linear(out, Limited.apply(self.out.weight))  # type: ignore[no-untyped-call]
-
-
-class HooksWhole(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        if x.requires_grad:
-            x.register_hook(lambda g: g / (1 + g.abs().max()))  # type: ignore[no-untyped-call]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class InferenceInside(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            shift = self.embed(x).mean()
-        x = self.embed(x) + float(shift)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Noise(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x + 0.1 * torch.randn_like(x))
-        return out + 0.1 * torch.empty_like(out).uniform_()
-
-
-class Mixes(Block):
-    """Mixes tokens by what has a derivative in forward mode, unlike torch's attention."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean: Tensor = self.mlp(self.norms[0](x)).mean(1, keepdim=True)
-        return x + x * mean
-
-
-class KeepsWhole(Net):
-    kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class InPlaceOfInput(Net):
-    """Its first block changes an argument of the model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks[1](self.embed(self.blocks[0](x))))
-
-
-class ChangesInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(0.5)
 
 
 RIGHT = {
@@ -189,25 +42,25 @@ RIGHT = {
     "functions that run whole": of(blocks.RunsWhole),
     "pieces": of(blocks.Pieces),
     "dropout": of(blocks.Dropout),
-    "one tensor twice": of(Twice, TwiceNet),
-    "tables in a tuple": of(AddsTables, TupleNet),
-    "an attribute of a whole tensor": of(containers.Tagged, TagsWhole),
+    "one tensor twice": of(models.Twice, models.TwiceNet),
+    "tables in a tuple": of(models.AddsTables, models.TupleNet),
+    "an attribute of a whole tensor": of(containers.Tagged, models.TagsWhole),
     "an attribute of a part": of(containers.Tagged, containers.TaggedNet),
-    "a loss": of(Block, LossNet),
-    "a block without gradients": of(Block, Teacher),
-    "a Function on whole tensors": of(Block, LimitsWhole),
-    "a Function on a weight": of(LimitsWeight),
-    "noise in each block": of(Noise),
+    "a loss": of(Block, models.LossNet),
+    "a block without gradients": of(Block, models.Teacher),
+    "a Function on whole tensors": of(Block, models.LimitsWhole),
+    "a Function on a weight": of(models.LimitsWeight),
+    "noise in each block": of(models.Noise),
 }
 BY_LENGTH = ("causal", "a branch on the length", "positions", "pieces")
 # With what the report says.
 BY_BLOCK = {
     "a checkpoint around blocks": (of(Block, blocks.CheckpointAround), "no block begins in its graph"),
-    "a reentrant checkpoint": (of(Block, blocks.ReentrantAround), ""),
+    "a reentrant checkpoint": (of(Block, blocks.ReentrantAround), "no block begins in its graph"),
     "a branch on a value": (of(blocks.ByValue), "Data-dependent branching"),
     "a hook of a gradient": (of(blocks.HooksGradient), "the operator register_hook of parts"),
-    "a hook of a whole tensor": (of(Block, HooksWhole), "the operator register_hook"),
-    "inference mode inside": (of(Block, InferenceInside), "it enters inference mode"),
+    "a hook of a whole tensor": (of(Block, models.HooksWhole), "the operator register_hook"),
+    "inference mode inside": (of(Block, models.InferenceInside), "it enters inference mode"),
     "a number of a tensor in each forward": (of(blocks.Counter), "it is 4 graphs already"),
 }
 
@@ -251,7 +104,7 @@ def test_what_cannot_be_one_graph_is_compiled_by_block_for_a_reason(ranks: Ranks
 
 def check_kept(rank: int, world: int, group: Group) -> None:
     """What is whole in eager code is whole where the model keeps it, also if blocks get it."""
-    compared = Compared(of(Block, KeepsWhole), group, compile_model)
+    compared = Compared(of(Block, models.KeepsWhole), group, compile_model)
     for seed in range(3):
         for model, call in ((compared.whole, compared.whole), (compared.model, compared.call)):
             model.zero_grad()
@@ -282,7 +135,7 @@ def test_a_checkpoint_around_a_compiled_model(ranks: Ranks) -> None:
 
 def check_tangents(rank: int, world: int, group: Group) -> None:
     """Compiled exchanges have no tangents: eager code runs."""
-    compared = Compared(of(Mixes), group, compile_model)
+    compared = Compared(of(models.Mixes), group, compile_model)
     for seed in range(3):
         x, tangent = inputs(seed), inputs(9)
         found = []
@@ -364,7 +217,7 @@ def test_parts_are_inputs_and_outputs_of_one_graph(ranks: Ranks) -> None:
 
 
 def check_input(rank: int, world: int, group: Group) -> None:
-    compared = Compared(functools.partial(InPlaceOfInput, ChangesInput), group, compile_model)
+    compared = Compared(functools.partial(models.InPlaceOfInput, models.ChangesInput), group, compile_model)
     compared.apply(lambda model: model.blocks.__setitem__(1, Block().double()))
     compared.model.load_state_dict(compared.whole.state_dict())
     for seed in range(3):
@@ -429,6 +282,51 @@ def test_a_rank_that_cannot_compile_makes_all_go_by_block(ranks: Ranks, world: i
     ranks(world, check_one_fails)
 
 
+def check_fails_before(rank: int, world: int, group: Group) -> None:
+    """A rank fails alone before it compiles, and its peers wait for it: the next forward is right."""
+    spar.init(group)
+    state: Any = ranks_of(group, "")
+    state.compares = False  # else the peers hear of it before they compile
+    failing = [False]
+
+    def layout(batch: Any) -> spar.SequenceLayout:
+        if failing[0] and rank == world - 1:
+            raise ValueError("injected")
+        return spar.SequenceLayout.even(21, group)
+
+    try:
+        compared = Compared(of(Block), group, compile_model, layout=layout)
+        compared.step(inputs())
+        failing[0] = True
+        with pytest.raises(ValueError if rank == world - 1 else spar.MismatchError, match="injected"):
+            compared.call(inputs())
+        failing[0] = False
+        for seed in range(2):
+            compared.step(inputs(seed))
+    finally:
+        state.compares = True
+    assert compared.graphs == 1 and not compared.report.why_by_block, compared.report
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_fails_before_the_others_agree(ranks: Ranks, world: int) -> None:
+    ranks(world, check_fails_before)
+
+
+def check_replaced(rank: int, world: int, group: Group) -> None:
+    """A block whose forward was replaced, and so ends nowhere in a graph, is right."""
+    compared = Compared(of(Block), group, compile_model)
+    kind = type(compared.model.blocks[0])
+    compared.model.blocks[0].forward = kind.forward.__get__(compared.model.blocks[0])
+    for seed in range(3):
+        compared.step(inputs(seed))
+    assert "its forward was replaced" in str(compared.report), compared.report
+
+
+def test_a_block_whose_forward_was_replaced_is_in_no_graph(ranks: Ranks) -> None:
+    ranks(2, check_replaced)
+
+
 def check_fails_later(rank: int, world: int, group: Group) -> None:
     """A hook that one rank alone has is an error on all ranks, and the next forward is right."""
     compared = Compared(of(Block), group, compile_model)
@@ -451,18 +349,9 @@ def test_a_rank_that_fails_alone_is_an_error_on_all(ranks: Ranks) -> None:
     ranks(2, check_fails_later)
 
 
-class CountsOnOneRank(Net):
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if dist.get_rank() == 0:
-            self.count += 1
-        return super().forward(x) * (1 + 0 * self.count)
-
-
 def check_count(rank: int, world: int, group: Group) -> None:
     """A rank that alone makes another graph is an error on all ranks, at once."""
-    compared = Compared(of(Block, CountsOnOneRank), group, compile_model)
+    compared = Compared(of(Block, models.CountsOnOneRank), group, compile_model)
     compared.call(inputs())
     compared.call(inputs())
     begin = time.monotonic()
