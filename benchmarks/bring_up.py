@@ -4,7 +4,8 @@
 Needs this repository, torch with CUDA, and what `make bring-up-kit` built on another machine
 (build/bring-up): neither a compiler nor Python's headers. Each stage is a process with a time limit, whose
 whole process group is killed at its end: after a stage that hangs or crashes the next one runs. The folder
-gets STAGE.json for each (status, seconds, the end of its output, figures), and page.md for docs/gpu.md.
+gets STAGE.json for each (status, seconds, the end of its output, figures), and page.md for
+docs/gpu-verified.md.
 
 The exit status is 1 if a stage failed, crashed or timed out, or if the kit is missing, and 2 if there is no
 GPU.

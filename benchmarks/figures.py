@@ -262,7 +262,7 @@ def page(found: dict[str, str]) -> str:
         "All tables below are what `make figures` measured, one part after another on a machine without",
         "other work. Compare within a table: the machine's speed changes from hour to hour.",
         "[performance.md](performance.md) says what the figures mean, where spar does not win, and why;",
-        "[gpu.md](gpu.md#verified-on-one-h100) has those of a GPU.",
+        "[gpu-verified.md](gpu-verified.md) has those of a GPU.",
         "",
     ]
     for part in PARTS:
