@@ -88,7 +88,7 @@ bench-hosts: build
 figures: build .venv/.mpi .venv/.models
 	@$(BIN)/python benchmarks/figures.py $(ARGS)
 
-# Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu.md).
+# Needs no GPU. On the machine with one: python benchmarks/bring_up.py --out FOLDER (docs/gpu-verified.md).
 bring-up-kit: build
 	@$(BIN)/python benchmarks/kit.py
 
@@ -203,9 +203,9 @@ format: .venv/.lint
 	@$(BIN)/clang-format -i $(C_FILES)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
 
-# MkDocs and its theme print notices about their successors to a terminal otherwise.
+# MkDocs and its theme print notices about their successors to a terminal otherwise. With -q, --strict counts no warning.
 docs: .venv/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs -q build --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo 'build/site/index.html'
 
 # Chromium is of the system: without it the tests are skipped.

@@ -355,9 +355,10 @@ class SequenceLayout:
 
         Args:
             x: this rank's shard, any strided tensor.
-            before, after: how many tokens to add on each side, at least 0. They are those of the sequence, in
-                a layout with documents of the run's document; beyond its ends zeros.
+            before: how many tokens to add before each run, at least 0. They are those of the sequence, in a
+                layout with documents of the run's document; beyond its ends zeros.
             dim: the sequence's dim.
+            after: how many tokens to add behind each run, likewise.
 
         Returns:
             Along dim, for each run (one in an even layout, up to two in zigzag, each cut where documents end)

@@ -53,7 +53,8 @@ def by_heads(
             heads nothing else says it.
         cu_seqlens: whether fn keeps packed documents apart itself: it is then called once, with
             cu_seqlens=, int32 `[documents + 1]` on the tensors' device.
-        seq_dim, head_dim: where S and H are in the tensors and results.
+        seq_dim: the dim of S in the tensors and results.
+        head_dim: the dim of H in them.
 
     Returns:
         What fn returns, `[B, S_local, H, ...]`, contiguous.
