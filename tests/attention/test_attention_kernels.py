@@ -44,6 +44,10 @@ SHORT = {  # kernels for GPUs, of 16-bit tensors, and the calls of their stand-i
 }
 
 
+def on_gpu(capability: tuple[int, int]) -> Any:
+    return mock.patch("torch.cuda.get_device_capability", lambda device: capability)
+
+
 @contextmanager
 def standins(**kernels: Any) -> Iterator[None]:
     """Let CPU tensors reach the kernels for GPUs; with more kernels by name."""
@@ -62,7 +66,7 @@ def standins(**kernels: Any) -> Iterator[None]:
         flash_varlen_standin.registered(),
         mock.patch.dict(KERNELS, cpu=on_cpu),
         flex_standin.installed(),
-        mock.patch("torch.cuda.get_device_capability", lambda device: (8, 0)),
+        on_gpu((8, 0)),
         mock.patch("torch.backends.cuda.can_use_cudnn_attention", lambda call: True),
         mock.patch.multiple(torch.ops.aten, create=True, **ops),
     ):
@@ -184,14 +188,22 @@ def test_reason_against_a_kernel() -> None:
     assert "accuracy of float32" in reason_against("flash", q.double(), q.double(), Needs())
     refuses, short = FlashAttn().refuses, q.bfloat16()
     flash_attn._interface.cache_clear()
-    assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, Needs())
+    with on_gpu((8, 0)):
+        assert "flash_attn cannot be imported: ModuleNotFoundError" in refuses(short, short, Needs())
     flash_attn._interface.cache_clear()
-    with flash_attn_standin.installed("2.6.3"):
+    with flash_attn_standin.installed("2.6.3"), on_gpu((8, 0)):
         assert refuses(short, short, Needs()) == "flash_attn is 2.6.3, and must be 2.7 or newer"
     with standins():
         assert refuses(short, short, Needs()) == "" and "float32" in refuses(q, q, Needs())
         assert refuses(short, short, Needs(mask=True)) == "it takes no mask"
         assert "widths" in refuses(short[..., :4], short[..., :4], Needs())
+        # The package imports there, and raises in its kernel.
+        for kernel in (FlashAttn(), FlashCuda(), CudnnCuda()):
+            with on_gpu((7, 5)):
+                why = kernel.refuses(short, short, Needs())
+            assert why == "the GPU has capability (7, 5), and must have (8, 0), Ampere's, or more"
+            with on_gpu((8, 0)):
+                assert kernel.refuses(short, short, Needs()) == ""
 
 
 def check_named_errors(rank: int, world: int, group: Group) -> None:

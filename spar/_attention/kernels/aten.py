@@ -119,8 +119,6 @@ class FlashCuda(Kernel):
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         capability = torch.cuda.get_device_capability(q.device)
-        if capability < (8, 0):
-            return "the GPU is older than Ampere"
         if why := _why_no_backward(capability, q.size(3) + MORE * needs.wider):
             return why
         if not torch.backends.cuda.flash_sdp_enabled():
@@ -235,6 +233,9 @@ def refuses_16_bits(q: Tensor, v: Tensor, needs: Needs) -> str:
     widest = 256 - MORE if needs.wider else 256
     if q.size(3) != v.size(3) or q.size(3) % 8 or q.size(3) > widest:
         return f"the heads' widths are {q.size(3)} and {v.size(3)}, not one multiple of 8 up to {widest}"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < (8, 0):
+        return f"the GPU has capability {capability}, and must have (8, 0), Ampere's, or more"
     return ""
 
 
