@@ -10,6 +10,7 @@ shard, or the second one after this rank's own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,11 @@ from .._exchange.autocast import no_autocast
 from .._exchange.cut_and_join import selected
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import WHOLE, Args, Layout, pair
-from .._exchange.observers import have_tangents, is_transformed
+from .._exchange.observers import have_tangents, is_transformed, may_have_hooks
 from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block, BlocksMaker
-from .kernels.kernel import accumulated, finite, narrowed, readable, widened
+from .kernels.kernel import Gradients, Graph, accumulated, finite, narrowed, readable, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
 from .travel import Shift, Shifts
@@ -144,6 +145,25 @@ def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[lis
     return tensors, layouts
 
 
+def _is_one_block(ring: Ring, sinks: Tensor | None) -> bool:
+    """Whether the output and the log-sum-exp are those of one block."""
+    return sum(map(len, ring.round.steps)) == 1 and sinks is None
+
+
+def _keeps_graph(ring: Ring, q: Tensor, sinks: Tensor | None) -> bool:
+    """Whether the only block's graph holds no memory besides what is saved for backward.
+
+    It would hold another rank's shard, a block's output that is copied into a longer one, and what hooks of
+    saved tensors discard (checkpoint) or move (save_on_cpu).
+    """
+    if torch.compiler.is_compiling() or not _is_one_block(ring, sinks) or may_have_hooks():
+        return False
+    steps, shifts = ring.round.steps, ring.round.shifts
+    (block,) = itertools.chain(*steps)
+    is_saved = bool(steps[0]) or not shifts
+    return is_saved and block.sample < 0 and block.queries == q.shape[2]
+
+
 def forward_of(
     ring: Ring,
     q: Tensor,
@@ -153,8 +173,12 @@ def forward_of(
     sinks: Tensor | None,
     gathered: Sequence[Tensor],
     records: bool,
+    graphs: list[Graph] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, S, E] and the log-sum-exp [B, H, S]."""
+    """Return the output [B, H, S, E] and the log-sum-exp [B, H, S].
+
+    graphs: a list to which the graph of the only block is added, if its kernel needs it for backward.
+    """
     merged, of_scores, name = Merged(q, v.size(3)), Blocks(ring.scores, q, v, mask), "attention"
     shard, waits = (k, v), ring.place.world > 1
     # The shards of the next steps.
@@ -172,7 +196,13 @@ def forward_of(
             sending = _Sending(tensors, args, ring, name, records, ring.note)
         for block in blocks:
             kernel, inputs = of_scores.of(block, q, k, v)
-            out, lse = kernel.forward(inputs)
+            graph = None if graphs is None else kernel.kept(inputs)
+            if graphs is None or graph is None:
+                out, lse = kernel.forward(inputs)
+            else:
+                graphs.append(graph)
+                # Not the graph's own, which would become outputs of the caller's Function.
+                out, lse = graph.out.detach(), graph.lse.detach()
             del inputs  # they would hold the shard when the next one is here
             merged.add(block.query, out, lse, block.sample)
         if sending is not None:
@@ -192,23 +222,31 @@ class Backward:
     """The gradients of one attention of q [B, H, S, D] to k and v [B, K, T, D].
 
     A gradient of the log-sum-exp is one more column of the output's. Of v it is 1 for all keys, so that each
-    weight gets it, and of the output 0, so that kernels, which subtract grad * out, do not take it away.
+    weight gets it, and of the output 0, so that kernels, which subtract grad * out, do not take it away. The
+    graph of a forward takes it as it is.
     """
 
     def __init__(
-        self, ring: Ring, call: int, grad: Tensor, saved: Sequence[Any], grad_lse: Tensor | None = None
+        self,
+        ring: Ring,
+        call: int,
+        grad: Tensor,
+        saved: Sequence[Any],
+        grad_lse: Tensor | None = None,
+        graph: Graph | None = None,
     ) -> None:
-        """call: `forward` of Exchange.run. saved: by `SparAttention.forward`."""
-        self.ring, self.call, self.grad_lse = ring, call, grad_lse
+        """call: `forward` of Exchange.run. saved: by `SparAttention.forward`. graph: of the only block."""
+        self.ring, self.call, self.grad_lse, self.graph = ring, call, grad_lse, graph
         q, k, v, out, lse, mask, self.sinks, *self.gathered = saved
         self.q, self.k, self.v = q, k, v
         # The weights of a query whose keys are all masked are then 0.
         may_be_empty = mask is not None or ring.scores.spans is not None
-        if grad_lse is not None:
+        self.widens = grad_lse is not None and graph is None
+        if grad_lse is not None and graph is None:
             q, v, grad, out = widened(q), widened(v, 1), widened(grad, grad_lse), widened(out)
         self.blocks, self.dtype = Blocks(ring.scores, q, v, mask), accumulated(q.dtype)
         self.of_output = grad, out, finite(lse) if may_be_empty else lse
-        self.is_only = sum(map(len, ring.round.steps)) == 1 and self.sinks is None and grad_lse is None
+        self.is_only = _is_one_block(ring, self.sinks) and grad_lse is None
         self.dq, self.dk, self.dv = Sum(self.q, self.dtype), Sum(k, self.dtype), Sum(self.v, self.dtype)
         # Of other ranks' keys: the step, and the sums, which go back to their owners.
         self.unsent: list[tuple[int, Tensor]] = []
@@ -257,21 +295,27 @@ class Backward:
 
     def add_blocks(self, step: int, k: Tensor, v: Tensor, dk: Sum, dv: Sum) -> None:
         """Add the gradients of a step's blocks to those of q and of the step's shard, k and v."""
-        (grad, out, lse), q = self.of_output, self.q
-        if self.grad_lse is not None:
+        q = self.q
+        if self.widens:
             q, k, v = widened(q), widened(k), widened(v, 1)
         for block in self.ring.round.steps[step]:
-            first, size = block.query, block.queries
-            parts = [grad.narrow(2, first, size), out.narrow(2, first, size), lse.narrow(2, first, size)]
-            if block.sample >= 0:
-                parts = [x.narrow(0, block.sample, 1) for x in parts]
-            kernel, inputs = self.blocks.of(block, q, k, v)
-            dq_part, dk_part, dv_part = kernel.backward(inputs._replace(is_only=self.is_only), *parts)
-            if self.grad_lse is not None:
-                dq_part, dk_part, dv_part = (narrowed(x) for x in (dq_part, dk_part, dv_part))
+            if self.graph is None:
+                dq_part, dk_part, dv_part = self.of_block(block, q, k, v)
+            else:
+                dq_part, dk_part, dv_part = self.graph.gradients(self.of_output[0], self.grad_lse)
             self.dq.add(block.query, dq_part, block.sample)
             dk.add(block.key, dk_part, block.sample)
             dv.add(block.key, dv_part, block.sample)
+
+    def of_block(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """Return a block's gradients, computed by its kernel from the output and the log-sum-exp."""
+        parts = [x.narrow(2, block.query, block.queries) for x in self.of_output]
+        if block.sample >= 0:
+            parts = [x.narrow(0, block.sample, 1) for x in parts]
+        kernel, inputs = self.blocks.of(block, q, k, v)
+        grad, out, lse = parts
+        dq, dk, dv = kernel.backward(inputs._replace(is_only=self.is_only), grad, out, lse)
+        return (narrowed(dq), narrowed(dk), narrowed(dv)) if self.widens else (dq, dk, dv)
 
     def send(self, steps: Sequence[int]) -> _Sending:
         """Send this rank's keys for the steps, and gradients of other ranks' keys to their owners."""
@@ -329,9 +373,9 @@ class SparAttention(torch.autograd.Function):
         sinks: Tensor | None,
         *gathered: Tensor,
     ) -> Any:
-        ctx.ring = ring
+        ctx.ring, ctx.graphs = ring, [] if _keeps_graph(ring, q, sinks) else None
         with no_autocast(q.device.type):
-            out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, True)
+            out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, True, ctx.graphs)
         ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
         ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *gathered)
         return (out, _by_token(lse)) if ring.scores.returns_lse else out
@@ -346,7 +390,9 @@ class SparAttention(torch.autograd.Function):
                     'pass method="ulysses" and a kernel that can be, as attend'
                 )
             with no_autocast(grad.device.type):
-                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved, grad_lse).run()
+                # One more backward, after retain_graph=True, has no graph, and computes the forward again.
+                graph = ctx.graphs.pop() if not torch.compiler.is_compiling() and ctx.graphs else None
+                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved, grad_lse, graph).run()
                 of_sinks = None if saved[6] is None else others.pop()
                 return None, dq, dk, dv, None, of_sinks, *others
 

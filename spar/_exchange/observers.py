@@ -15,6 +15,8 @@ _plain_types = frozenset(PLAIN_TYPES)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _functorch_transforms = torch._C._are_functorch_transforms_active
+# Not in torch 2.6 and 2.7.
+_hooks_of_saved_tensors = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def is_any_traced(tensors: Sequence[torch.Tensor]) -> bool:
@@ -53,6 +55,11 @@ def must_record(inputs: Sequence[torch.Tensor]) -> bool:
 def is_transformed() -> bool:
     """Whether a transform of functorch is active, outside of torch.compile."""
     return not is_dynamo_compiling() and _functorch_transforms()
+
+
+def may_have_hooks() -> bool:
+    """Whether hooks may replace the tensors that autograd saves; True where torch does not report them."""
+    return _hooks_of_saved_tensors is None or _hooks_of_saved_tensors(False) is not None
 
 
 def have_tangents(inputs: Sequence[torch.Tensor]) -> bool:

@@ -185,7 +185,8 @@ def check_remembered(rank: int, world: int, group: Group) -> None:
         for _ in range(3):
             y = spar.attention(y, y, y, layout, mask=spans)
         y.sum().backward()
-        assert len(flex_standin.CALLS) == 6 and made.call_count == 1
+        # In forward, and in backward where it is computed again.
+        assert len(flex_standin.CALLS) in (3, 6) and made.call_count == 1
 
 
 # ---- torch's own ----
@@ -223,6 +224,10 @@ def test_flex_attention_of_torch_computes_the_same(softcap: float, compiles: boo
             ):
                 out, lse = flex.Flex().forward(block)
                 found.append((out, lse, *flex.Flex().backward(block, grad, out, lse)))
+                graph = flex.Flex().kept(block)
+                assert (graph is None) == (block.mask is not None)
+                if graph is not None:
+                    found[-1] += (graph.out, graph.lse, *graph.gradients(grad, grad[..., 0]))
         for one, other in zip(*found, strict=True):
             assert torch.allclose(one, other, atol=2e-5)
 

@@ -2,8 +2,9 @@
 """torch's flex_attention, compiled: masks and spans on a GPU, without scores in memory.
 
 Spans are read by its mask function, and say which of its blocks have pairs at all. It has no backward that
-takes the log-sum-exp of all blocks. So backward computes the block again, and differentiates both its output
-and its log-sum-exp. The tests run it over a stand-in, and over torch's uncompiled one.
+takes the log-sum-exp of all blocks. So backward computes a block again, and differentiates both its output
+and its log-sum-exp; unless the block is the only one, of which forward keeps the graph. The tests run it over
+a stand-in, and over torch's uncompiled one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from ..blocks import BlocksMaker
 from ..kernel_blocks import long_blocks
 from ..spans import Spans
 from .block_mask import block_mask_of, intervals_of
-from .kernel import NO_WINDOW, BlockInputs, Gradients, Kernel, Needs, accumulated, finite, torch_version
+from .kernel import (
+    NO_WINDOW,
+    BlockInputs,
+    Gradients,
+    Graph,
+    Kernel,
+    Needs,
+    accumulated,
+    finite,
+    torch_version,
+)
 
 _ON_A_CPU = "torch's flex_attention has no gradients on a CPU, and no log-sum-exp if compiled for one"
 # Narrower products have no kernel.
@@ -94,20 +105,18 @@ class Flex(Kernel):
         with torch.no_grad():
             return _attend(block)
 
+    def kept(self, block: BlockInputs) -> Graph | None:
+        # A mask is made for the block, and as large as its scores.
+        return None if block.mask is not None else _graph(block)
+
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        kind = accumulated(block.q.dtype)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in block[:3]]
-            out_of_block, lse_of_block = _attend(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        kind, graph = accumulated(block.q.dtype), _graph(block)
         if block.is_only:
-            dq, dk, dv = torch.autograd.grad(out_of_block, leaves, grad)
-            return dq, dk, dv
+            return graph.gradients(grad)
         # out is the sum over blocks of exp(lse_of_block - lse) * out_of_block, and so on for lse.
-        weight = torch.exp(lse_of_block.detach() - finite(lse))
-        inner = (grad.to(kind) * (out_of_block.detach().to(kind) - out.to(kind))).sum(-1)
-        upper = (grad * weight[..., None]).to(out_of_block.dtype), weight * inner
-        dq, dk, dv = torch.autograd.grad((out_of_block, lse_of_block), leaves, upper)
-        return dq, dk, dv
+        weight = torch.exp(graph.lse.detach() - finite(lse))
+        inner = (grad.to(kind) * (graph.out.detach().to(kind) - out.to(kind))).sum(-1)
+        return graph.gradients((grad * weight[..., None]).to(graph.out.dtype), weight * inner)
 
 
 def _why_not_wide(q: Tensor, v: Tensor) -> str:
@@ -119,6 +128,12 @@ def _why_not_wide(q: Tensor, v: Tensor) -> str:
             f"torch {torch.__version__} computes widths that are powers of 2, not {widths[0]} and {widths[1]}"
         )
     return ""
+
+
+def _graph(block: BlockInputs) -> Graph:
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in block[:3])
+        return Graph((q, k, v), *_attend(block._replace(q=q, k=k, v=v)))
 
 
 def _attend(block: BlockInputs) -> tuple[Tensor, Tensor]:

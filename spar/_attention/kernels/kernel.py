@@ -65,6 +65,28 @@ NO_SPANS = "it takes masks instead of spans"
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+class Graph(NamedTuple):
+    """A block's forward with the graph of autograd, which lasts until its gradients are computed, once.
+
+    Attributes:
+        leaves: its q, k and v, in the memory of the caller's.
+        out, lse: what `Kernel.forward` returns.
+    """
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    out: Tensor
+    lse: Tensor
+
+    def gradients(self, grad: Tensor, grad_lse: Tensor | None = None) -> Gradients:
+        """Return the gradients of q, k and v, from those of the output and of the log-sum-exp."""
+        outs, grads = [self.out], [grad]
+        if grad_lse is not None:
+            outs.append(self.lse)
+            grads.append(grad_lse)
+        dq, dk, dv = torch.autograd.grad(outs, self.leaves, grads)
+        return dq, dk, dv
+
+
 class Kernel(Protocol):
     """Inputs have at least one element, and q, k and v a contiguous last dim. Outputs are new tensors.
 
@@ -97,6 +119,13 @@ class Kernel(Protocol):
 
         They are 0 and -inf for a query to which the mask leaves no key.
         """
+
+    def kept(self, block: BlockInputs) -> Graph | None:
+        """Compute forward, and keep the graph in the memory of q, k, v and what forward returns.
+
+        None: nothing was computed, as backward needs no graph, or the graph would hold more.
+        """
+        return None
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return this block's part of the gradients of q, k and v.
