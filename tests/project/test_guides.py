@@ -44,6 +44,7 @@ COMPILED_ONLY = {
     ("README.md", 0): "the lines of transformers.md",
     ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
     ("README.md", 3): "ends the process group: test_readme_example_runs",
+    ("attention.md", 4): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     (
         "diffusers.md",
