@@ -125,6 +125,9 @@ typedef struct {
 /* Any thread may read them, also during a call; 0: the rank's mailbox is not attached yet. */
 int spar_group_words(const spar_group *group, int rank, spar_words *words);
 
+/* The process of a near rank, for ipc/passing.h; NULL: it is this one, or far. */
+spar_peer *spar_group_peer(const spar_group *group, int rank);
+
 /* The base and length of the arena of a near rank. */
 char *spar_group_arena(const spar_group *group, int rank, int64_t *length);
 

@@ -271,6 +271,11 @@ void *spar_group_room(const spar_group *g, int rank)
     return (char *)g->boxes[rank] + own_length(g->world);
 }
 
+spar_peer *spar_group_peer(const spar_group *g, int rank)
+{
+    return g->peers[rank];
+}
+
 char *spar_group_arena(const spar_group *g, int rank, int64_t *length)
 {
     *length = g->peers[rank] ? g->peers[rank]->length : spar_arena_length();

@@ -2,6 +2,7 @@
 #include "ipc/handshake.h"
 
 #include "ipc/arena.h"
+#include "ipc/packets.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -84,19 +85,10 @@ static int send_plain(const spar_handshake *h, const message *m)
 static int send_arena(const spar_handshake *h, const spar_endpoint *own)
 {
     message m = begin(h, own, ARENA);
-    char control[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec part = {&m, sizeof m};
-    struct msghdr envelope = {
-        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&envelope);
-    int fd = spar_arena_fd();
     m.length = spar_arena_length();
     m.proof = prove(h, &m);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof fd);
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    return sendmsg(h->socket, &envelope, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof m;
+    errno = spar_packet_send(h->socket, &m, sizeof m, spar_arena_fd());
+    return errno == 0;
 }
 
 /* Fails as spar_last_error states, and reports that to the peer, which is authenticated. */
@@ -136,37 +128,6 @@ static void take(const spar_handshake *h)
         return; /* it was peeked; if it failed, the next peek fails too */
 }
 
-/* Receives it with its descriptor; -1: it has none, or it could not be received. */
-static int take_descriptor(const spar_handshake *h)
-{
-    message m;
-    union {
-        struct cmsghdr header; /* for its alignment */
-        char bytes[CMSG_SPACE(sizeof(int))];
-    } control;
-    struct iovec part = {&m, sizeof m};
-    struct msghdr envelope = {.msg_iov = &part,
-                              .msg_iovlen = 1,
-                              .msg_control = &control,
-                              .msg_controllen = CMSG_LEN(sizeof(int))}; /* room for one, no more */
-    ssize_t got = recvmsg(h->socket, &envelope, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    struct cmsghdr *header = got < 0 ? NULL : CMSG_FIRSTHDR(&envelope);
-    int fd = -1;
-    if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
-        header->cmsg_len == CMSG_LEN(sizeof fd))
-        memcpy(&fd, CMSG_DATA(header), sizeof fd);
-    if (fd >= 0 && !(envelope.msg_flags & MSG_CTRUNC))
-        return fd;
-    spar_fail(SPAR_TRANSPORT, "%s",
-              fd >= 0                           ? "more than one descriptor"
-              : envelope.msg_flags & MSG_CTRUNC ? "the arena's descriptor could not be received: "
-                                                  "too many open files"
-                                                : "no descriptor");
-    if (fd >= 0)
-        close(fd);
-    return -1;
-}
-
 /* ---- arenas ---- */
 
 /* Maps the descriptor if it is an arena that is sealed against shrinking. */
@@ -191,9 +152,11 @@ static spar_status map_arena(spar_peer *peer, int fd, int64_t length)
 
 static spar_status take_arena(const spar_handshake *h, spar_peer *peer, int64_t length)
 {
-    int fd = take_descriptor(h);
+    message m;
+    int fd;
+    SPAR_TRY(spar_packet_receive(h->socket, &m, sizeof m, &fd));
     if (fd < 0)
-        return SPAR_TRANSPORT;
+        return spar_fail(SPAR_TRANSPORT, "no descriptor");
     peer->endpoint = h->other;
     spar_status status = map_arena(peer, fd, length);
     close(fd);

@@ -24,6 +24,23 @@ void spar_peers_sweep_locked(void);
 /* In a forked child: closes the parent's connections. */
 void spar_peers_close_in_child(void);
 
+/* A message on its way between processes (passing.h). */
+typedef struct {
+    char magic[8];
+    uint64_t topic;
+    int64_t number;
+} spar_message;
+
+/* One that a peer sent and no group has taken. */
+struct spar_kept_message {
+    spar_kept_message *next;
+    spar_message what;
+    int fd; /* -1: none */
+};
+
+/* Takes a message out of a peer's list, and closes its descriptor. */
+void spar_peers_drop_message(spar_kept_message **link);
+
 static inline void spar_close_fd(int *fd)
 {
     if (*fd >= 0)

@@ -21,11 +21,26 @@ static struct {
 
 /* ---- with the lock held ---- */
 
+void spar_peers_drop_message(spar_kept_message **link)
+{
+    spar_kept_message *found = *link;
+    *link = found->next;
+    spar_close_fd(&found->fd);
+    free(found);
+}
+
+static void drop_messages(spar_peer *peer)
+{
+    while (peer->kept)
+        spar_peers_drop_message(&peer->kept);
+}
+
 void spar_peers_close_in_child(void)
 {
     for (int i = 0; i < connected.count; i++) {
         spar_close_fd(&connected.peers[i]->socket);
         spar_close_fd(&connected.peers[i]->pidfd);
+        drop_messages(connected.peers[i]);
     }
 }
 
@@ -53,6 +68,7 @@ static void drop(spar_peer *peer)
             connected.peers[i] = connected.peers[--connected.count];
     spar_close_fd(&peer->socket);
     spar_close_fd(&peer->pidfd);
+    drop_messages(peer);
     spar_handshake_unmap(peer);
     free(peer);
 }
@@ -112,8 +128,8 @@ int spar_peer_hung_up(spar_peer *peer)
 {
     struct pollfd ends[2] = {{peer->socket, POLLIN, 0}, {peer->pidfd, POLLIN, 0}};
     if (peer->socket < 0)
-        return 1;
-    return poll(ends, 2, 0) > 0 && (ends[0].revents || ends[1].revents);
+        return 1; /* what it sent and nobody has taken yet is no hang-up */
+    return poll(ends, 2, 0) > 0 && (ends[0].revents & (POLLHUP | POLLERR) || ends[1].revents);
 }
 
 int spar_peer_is_dead(spar_peer *peer)

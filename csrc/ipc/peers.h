@@ -24,15 +24,18 @@ typedef struct {
     uint64_t nonce;
 } spar_endpoint;
 
+typedef struct spar_kept_message spar_kept_message;
+
 typedef struct {
     spar_endpoint endpoint;
     char *base;     /* the peer's arena, as it is mapped here; NULL: unmapped */
     int64_t length; /* the arena's bytes */
-    /* the rest is private to peers.c and connections.c */
+    /* the rest is private to this folder */
     spar_key key;
     int socket, pidfd;
-    int groups;  /* the number of groups that hold it */
-    int readers; /* the number of those that may still touch its arena */
+    int groups;              /* the number of groups that hold it */
+    int readers;             /* the number of those that may still touch its arena */
+    spar_kept_message *kept; /* what it sent and no group has taken (passing.h), the oldest first */
 } spar_peer;
 
 /* Gets this process's endpoint and the secret that authenticates its groups' peers to it; listens from the
