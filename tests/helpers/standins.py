@@ -49,6 +49,7 @@ def build(folder: Path, *options: str, compiler: str = "gcc") -> None:
         FOLDER / "libcuda.c",
         FOLDER / "streams.c",
         FOLDER / "graphs.c",
+        FOLDER / "mapping.c",
         kernels,
         "-lm",
     )

@@ -26,6 +26,7 @@
  * - The legacy stream does not synchronize with other streams, and priorities have no effect.
  * - A context has no memory, stream or event of its own: an object of one device works on another. */
 #include "devices/cuda/driver.h"
+#include "mapping.h"
 #include "memory.h"
 #include "streams.h"
 

@@ -20,7 +20,26 @@ typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef unsigned long long CUmemGenericAllocationHandle;
+typedef struct {
+    int type, id;
+} CUmemLocation;
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    unsigned char allocFlags[8];
+} CUmemAllocationProp;
+typedef struct {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
+typedef int CUmemAllocationHandleType, CUmemAllocationGranularity_flags;
 #endif
+
+_Static_assert(sizeof(CUmemAllocationProp) == 32 && offsetof(CUmemAllocationProp, location) == 8 &&
+                   sizeof(CUmemAccessDesc) == 12 && offsetof(CUmemAccessDesc, flags) == 8,
+               "the same as cuda.h has");
 
 enum {
     SPAR_CU_SUCCESS = 0,
@@ -35,6 +54,11 @@ enum {
     SPAR_CU_EVENT_DISABLE_TIMING = 2,
     SPAR_CU_CAPTURE_NONE = 0,    /* what a stream does */
     SPAR_CU_CAPTURE_RELAXED = 2, /* a thread's mode: what captures of others do not see is allowed */
+    SPAR_CU_PINNED = 1,          /* memory that other processes can map: its type, */
+    SPAR_CU_ON_DEVICE = 1,       /* where it lies, */
+    SPAR_CU_DESCRIPTOR = 1,      /* what opens it, */
+    SPAR_CU_RECOMMENDED = 1,     /* which granularity is asked for, */
+    SPAR_CU_READ_WRITE = 3,      /* and what is allowed */
 };
 
 /* X(name without "cu", version, parameters) */
@@ -56,6 +80,26 @@ enum {
        CUstream stream, void **parameters, void **extra))                                                    \
     X(MemAlloc, 3020, (CUdeviceptr * memory, size_t bytes))                                                  \
     X(MemFree, 3020, (CUdeviceptr memory))                                                                   \
+    X(MemGetInfo, 3020, (size_t *free, size_t *total))                                                       \
+    X(MemGetAllocationGranularity, 10020,                                                                    \
+      (size_t *granularity, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags which))        \
+    X(MemCreate, 10020,                                                                                      \
+      (CUmemGenericAllocationHandle * memory, size_t bytes, const CUmemAllocationProp *prop,                 \
+       unsigned long long flags))                                                                            \
+    X(MemRelease, 10020, (CUmemGenericAllocationHandle memory))                                              \
+    X(MemExportToShareableHandle, 10020,                                                                     \
+      (void *handle, CUmemGenericAllocationHandle memory, CUmemAllocationHandleType type,                    \
+       unsigned long long flags))                                                                            \
+    X(MemImportFromShareableHandle, 10020,                                                                   \
+      (CUmemGenericAllocationHandle * memory, void *handle, CUmemAllocationHandleType type))                 \
+    X(MemAddressReserve, 10020,                                                                              \
+      (CUdeviceptr * address, size_t bytes, size_t alignment, CUdeviceptr wanted, unsigned long long flags)) \
+    X(MemAddressFree, 10020, (CUdeviceptr address, size_t bytes))                                            \
+    X(MemMap, 10020,                                                                                         \
+      (CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle memory,                \
+       unsigned long long flags))                                                                            \
+    X(MemUnmap, 10020, (CUdeviceptr address, size_t bytes))                                                  \
+    X(MemSetAccess, 10020, (CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)) \
     X(MemHostAlloc, 2020, (void **memory, size_t bytes, unsigned int flags))                                 \
     X(MemFreeHost, 2000, (void *memory))                                                                     \
     X(MemcpyHtoD, 3020, (CUdeviceptr to, const void *from, size_t bytes))                                    \
