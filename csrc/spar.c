@@ -53,16 +53,16 @@ spar_status spar_comm_open(const spar_transport *transport, const spar_peer_info
 
 spar_status spar_setup_failure(const spar_setup_result *results, int world)
 {
-    for (int rank = 0; rank < world; rank++) {
-        const spar_setup_result *r = &results[rank];
-        int length = (int)strnlen(r->reason, sizeof r->reason);
-        if (!r->failed)
-            continue;
-        if (length && r->cause > 0 && r->cause <= world)
-            return spar_fail_rank(SPAR_TRANSPORT, r->cause - 1, "%.*s", length, r->reason);
-        return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d: %.*s", rank, length, r->reason);
-    }
-    return SPAR_OK;
+    const spar_setup_result *first = NULL; /* a rank's own failure, rather than what others saw of it */
+    for (const spar_setup_result *r = results; r < results + world; r++)
+        if (r->failed && (!first || (first->cause && !r->cause)))
+            first = r;
+    if (!first)
+        return SPAR_OK;
+    int rank = (int)(first - results), length = (int)strnlen(first->reason, sizeof first->reason);
+    if (length && first->cause > 0 && first->cause <= world)
+        return spar_fail_rank(SPAR_TRANSPORT, first->cause - 1, "%.*s", length, first->reason);
+    return spar_fail_rank(SPAR_TRANSPORT, rank, "rank %d: %.*s", rank, length, first->reason);
 }
 
 spar_status spar_comm_connect(spar_comm *comm, const spar_setup_result *results,

@@ -77,12 +77,14 @@ def memory_stats() -> dict[str, int]:
     """Return this process's counters by name.
 
     `arena.*_bytes` count shared memory; `staging.*_bytes` GPU memory that one call took at most, and that all
-    calls took; `plans.*` the plan cache. By transport, of all exchanges that did not fail: `calls.*` count
-    them, `sent.*_bytes` what went to other ranks, and `time.*_us` the microseconds in them, waits included.
+    calls took; `slots_bytes` GPU memory that groups over push have for outputs, and `slots.used_bytes` what
+    outputs take of it; `plans.*` the plan cache. By transport, of all exchanges that did not fail: `calls.*`
+    count them, `sent.*_bytes` what went to other ranks, and `time.*_us` the microseconds in them, waits
+    included.
     """
     arena = ("cap", "reserved", "allocated", "peak", "quarantined", "returned")
     stats = {f"arena.{name}_bytes": n for name, n in zip(arena, _C.arena_stats(), strict=True)}
-    device = ("staging.peak", "staging.total")
+    device = ("staging.peak", "staging.total", "slots", "slots.used")
     stats |= {f"{name}_bytes": n for name, n in zip(device, _C.device_stats(), strict=True)}
     stats |= {
         f"plans.{name}": n for name, n in zip(("cached", "hits", "misses"), _C.plan_stats(), strict=True)

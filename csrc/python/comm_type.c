@@ -11,9 +11,8 @@ static PyTypeObject *comm_type;
 /* ---- set-up ---- */
 
 const char spar_py_comm_doc[] = PyDoc_STR(
-    "comm(transport, peer_info, rank, local_ranks, group, ordinal=0, native=0, no_slot=None) -> Comm\n\n"
-    "First stage; see setup_result. On device `ordinal`; native: torch's ncclComm_t, if it has one;\n"
-    "no_slot: why push has no memory that the peers can map.");
+    "comm(transport, peer_info, rank, local_ranks, group, ordinal=0, native=0) -> Comm\n\n"
+    "First stage; see setup_result. On device `ordinal`; native: torch's ncclComm_t, if it has one.");
 
 PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -23,8 +22,8 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long comm = 0;
     spar_native native = {0};
     const spar_transport *const *row = spar_transports;
-    if (!PyArg_ParseTuple(args, "sy#iis|iKz", &name, &bytes, &size, &rank, &local_ranks, &group,
-                          &native.ordinal, &comm, &native.no_slot))
+    if (!PyArg_ParseTuple(args, "sy#iis|iK", &name, &bytes, &size, &rank, &local_ranks, &group,
+                          &native.ordinal, &comm))
         return NULL;
     native.comm = (void *)(uintptr_t)comm;
     while (*row && strcmp((*row)->name, name) != 0)
@@ -87,54 +86,26 @@ static PyObject *comm_setup_result(PyObject *self, void *Py_UNUSED(closure))
                                      sizeof(spar_setup_result));
 }
 
-/* Reads what `connect` says of slots: NULL, a text or a tuple of ints, which `room` [1 + 2 * world] receives;
- * -1 and an exception on failure. */
-static int read_slots(PyObject *given, int world, uint64_t *room, spar_slots *slots)
-{
-    *slots = (spar_slots){.none = "no memory was mapped"};
-    if (!given)
-        return 0;
-    if (PyUnicode_Check(given))
-        return (slots->none = PyUnicode_AsUTF8AndSize(given, NULL)) ? 0 : -1;
-    if (spar_sequence_size(given) != 1 + 2 * (Py_ssize_t)world) {
-        PyErr_Format(PyExc_ValueError, "%zd numbers for the slots of %d ranks", spar_sequence_size(given),
-                     world);
-        return -1;
-    }
-    for (int i = 0; i < 1 + 2 * world; i++)
-        room[i] = PyLong_AsUnsignedLongLong(spar_sequence_item(given, i));
-    *slots = (spar_slots){NULL, (int64_t)room[0], room + 1, room + 1 + world};
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 static PyObject *comm_connect(PyObject *self, PyObject *args)
 {
     const char *bytes;
     Py_ssize_t size;
     double deadline_s;
-    PyObject *slots = NULL;
     spar_comm *comm = spar_py_open_comm(self);
-    if (!comm || !PyArg_ParseTuple(args, "y#d|O", &bytes, &size, &deadline_s, &slots))
+    if (!comm || !PyArg_ParseTuple(args, "y#d", &bytes, &size, &deadline_s))
         return NULL;
     if (size != comm->world * (Py_ssize_t)sizeof(spar_setup_result))
         return PyErr_Format(PyExc_ValueError, "verdicts of %zd bytes for %d ranks", size, comm->world);
-    size_t words = 1 + 2 * (size_t)comm->world;
-    char *room = malloc((size_t)size + words * sizeof(uint64_t)); /* results are a multiple of 8 bytes */
-    if (!room)
+    spar_setup_result *results = malloc((size_t)size);
+    if (!results)
         return PyErr_NoMemory();
-    spar_setup_result *results = (void *)room;
     memcpy(results, bytes, (size_t)size);
-    if (read_slots(slots, comm->world, (void *)(room + size), &comm->slots) < 0) {
-        free(room);
-        return NULL;
-    }
     spar_deadline deadline = spar_py_deadline(self, deadline_s);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = spar_comm_connect(comm, results, &deadline, &((comm_object *)self)->setup_result);
     Py_END_ALLOW_THREADS;
-    comm->slots = (spar_slots){0};
-    free(room);
+    free(results);
     return spar_result(status);
 }
 
@@ -190,9 +161,7 @@ static PyGetSetDef comm_getset[] = {
 };
 
 static PyMethodDef comm_methods[] = {
-    {"connect", comm_connect, METH_VARARGS,
-     "connect(all ranks' setup_result, deadline, slots=None); slots, for push: why there are none, or the\n"
-     "bytes of a slot, the slots' addresses and their flags' addresses"},
+    {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline): second stage"},
     {"exchange", (PyCFunction)(void (*)(void))spar_comm_py_exchange, METH_FASTCALL, spar_py_exchange_doc},
     {"enqueue", (PyCFunction)(void (*)(void))spar_comm_py_enqueue, METH_FASTCALL, spar_py_enqueue_doc},
     {"wait", spar_comm_py_wait, METH_VARARGS,

@@ -9,6 +9,7 @@
 #include "transports/nccl/pipeline.h"
 #include "base/dynlib.h"
 #include "devices/cpu/threads.h"
+#include "devices/cuda/outputs.h"
 #include "control/last_call.h"
 
 #include <limits.h>
@@ -238,11 +239,20 @@ static PyObject *module_in_arena(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(spar_arena_has((const void *)(uintptr_t)address));
 }
 
+static PyObject *module_in_slot(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "K", &address))
+        return NULL;
+    return PyBool_FromLong(spar_outputs_any_has((const void *)(uintptr_t)address));
+}
+
 static PyObject *module_device_stats(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    int64_t peak, total;
+    int64_t peak, total, slots, outputs;
     spar_staging_stats(&peak, &total);
-    return Py_BuildValue("LL", (long long)peak, (long long)total);
+    spar_outputs_stats(&slots, &outputs);
+    return Py_BuildValue("LLLL", (long long)peak, (long long)total, (long long)slots, (long long)outputs);
 }
 
 static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *args)
@@ -263,8 +273,10 @@ static PyMethodDef methods[] = {
     {"arena_take", module_arena_take, METH_VARARGS,
      "arena_take(bytes) -> a tensor of that many bytes of the arena, for an exchange's targets"},
     {"in_arena", module_in_arena, METH_VARARGS, "in_arena(address) -> whether it lies in the arena"},
+    {"in_slot", module_in_slot, METH_VARARGS, "in_slot(address) -> whether it lies in a slot of push"},
     {"device_stats", module_device_stats, METH_NOARGS,
-     "(peak, total) of the staging memory of calls on GPUs, in bytes"},
+     "(peak, total) of the staging memory of calls on GPUs, and (memory for outputs, in use) in slots of\n"
+     "push, in bytes"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"last_call_begin", module_last_call_begin, METH_VARARGS,

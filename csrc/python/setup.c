@@ -2,7 +2,6 @@
 /* What a group's set-up asks of the core: what ranks send of themselves, and what follows from it. */
 #include "python/binding.h"
 #include "base/cores.h"
-#include "devices/cuda/outputs.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -175,15 +174,6 @@ static PyObject *module_connections(PyObject *Py_UNUSED(module), PyObject *Py_UN
     return Py_BuildValue("LLi", (long long)counts.foreign, (long long)counts.unproven, counts.pending);
 }
 
-static PyObject *module_outputs_in_use(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    unsigned long long address;
-    long long bytes;
-    if (!PyArg_ParseTuple(args, "KL", &address, &bytes))
-        return NULL;
-    return PyBool_FromLong(spar_outputs_count((const void *)(uintptr_t)address, bytes));
-}
-
 PyMethodDef spar_py_setup_methods[] = {
     {"peer_info", module_peer_info, METH_VARARGS,
      "peer_info(host=b'') -> this rank's, as bytes. host: at most 16 bytes, equal where processes may share\n"
@@ -207,7 +197,5 @@ PyMethodDef spar_py_setup_methods[] = {
      "processes(all ranks' peer_info) -> [(process id, nonce), ...]; 0: not known"},
     {"connections", module_connections, METH_NOARGS,
      "connections() -> (closed: of another user, closed: unproven, open and not proven yet)"},
-    {"outputs_in_use", module_outputs_in_use, METH_VARARGS,
-     "outputs_in_use(address, bytes) -> whether torch's allocator holds segments of this slot"},
     {NULL, NULL, 0, NULL},
 };

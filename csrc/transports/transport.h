@@ -36,7 +36,7 @@ typedef struct {
     int32_t cause; /* 1 + the rank that the reason names; 0: it names none */
     char reason[88];
     int64_t offset;  /* where its mailbox lies, if it has one */
-    char token[152]; /* nccl: see there; where it listens for far ranks: spar_tcp_endpoint */
+    char token[152]; /* nccl, push: see there; where it listens for far ranks: spar_tcp_endpoint */
 } spar_setup_result;
 
 typedef struct {
@@ -71,19 +71,9 @@ void spar_call_describe(const void *call, char *text, size_t size, spar_gathered
 
 /* What a rank has on its device. */
 typedef struct {
-    int ordinal;         /* the device's number in this process */
-    void *comm;          /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
-    const char *no_slot; /* why it has no memory that its peers could map; NULL: it has. For setup */
+    int ordinal; /* the device's number in this process */
+    void *comm;  /* a communicator of the caller's that may be used (torch's ncclComm_t), or NULL */
 } spar_native;
-
-/* The memory of each rank that all ranks can write to, at addresses of this process, whoever mapped it; or
- * the reason why there is none. */
-typedef struct {
-    const char *none;
-    int64_t bytes;         /* a rank's slot has, the same on all */
-    const uint64_t *bases; /* [world] of the slots; multiples of 16 are fast */
-    const uint64_t *flags; /* [world] of `world` words of 32 bits each, which are 0 */
-} spar_slots;
 
 typedef struct spar_comm spar_comm;
 
@@ -122,7 +112,6 @@ struct spar_comm {
     int world, rank;
     int local_ranks; /* the number of this job's ranks on this host */
     spar_native native;
-    spar_slots slots;     /* during `connect` */
     spar_peer_info *info; /* [world] */
     int *hosts;           /* [world] of each rank: see spar_hosts */
     unsigned char *far;   /* [world] whether a rank is on another host */

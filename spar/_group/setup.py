@@ -197,7 +197,7 @@ def _connect(
         failure = _failure(results)
         if not failure:
             group.progress = SHARED
-            core.connect(results, deadline, *channel.meet(deadline))
+            core.connect(results, deadline)
             group.progress = LOCAL
             rows = _all_gather(group, core.setup_result, "connected", op, device, deadline)
             failure = _failure(b"".join(rows))

@@ -51,9 +51,6 @@ class Channel(Protocol):
     def drop_core(self) -> bool:
         """Go on without the core, whose set-up failed; return whether the transport can."""
 
-    def meet(self, deadline: float) -> tuple[Any, ...]:
-        """Return what the core's second stage needs beside the ranks' results. Collective; between stages."""
-
     def watch(self) -> None:
         """Start what must run once the set-up is over."""
 

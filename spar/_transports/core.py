@@ -7,7 +7,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,9 +26,6 @@ class CoreChannel:
     def __init__(self, group: GroupState, core: _C.Comm | None) -> None:
         self.group: GroupState = weakref.proxy(group)
         self.core = core
-
-    def meet(self, deadline: float) -> tuple[Any, ...]:
-        return ()
 
     def watch(self) -> None:
         """Nothing has to run."""

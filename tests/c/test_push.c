@@ -14,14 +14,14 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
-enum { AT_ONCE = 6, CTAS = 3, FLAGS = 2 * SPAR_KERNEL_RANKS };
+enum { AT_ONCE = 6, CTAS = 3 };
 
 static const spar_scale UNSCALED = {SPAR_UNSCALED, 0, 1};
 
 typedef struct {
     int world, calls;
-    int64_t bytes;
-    uint64_t bases[WORLD], flags[WORLD];
+    int64_t bytes; /* that a slot may have, without its words */
+    char *slots[WORLD];
 } group;
 
 typedef struct {
@@ -49,27 +49,38 @@ static void make_group(group *g, int world, int calls, int64_t bytes)
 {
     *g = (group){.world = world, .calls = calls, .bytes = bytes};
     for (int rank = 0; rank < world; rank++) {
-        void *slot = aligned_alloc(512, (size_t)bytes), *flags = calloc(FLAGS, sizeof(uint32_t));
-        EXPECT(slot && flags);
-        g->bases[rank] = (uintptr_t)on_device(slot);
-        g->flags[rank] = (uintptr_t)on_device(flags);
+        void *slot = aligned_alloc(4096, (size_t)(SPAR_PUSH_WORDS + bytes + 4095) / 4096 * 4096);
+        EXPECT(slot);
+        memset(slot, 0, SPAR_PUSH_WORDS);
+        g->slots[rank] = on_device(slot);
     }
 }
 
 static void free_group(const group *g)
 {
-    for (int rank = 0; rank < g->world; rank++) {
-        free(reached((void *)(uintptr_t)g->bases[rank]));
-        free(reached((void *)(uintptr_t)g->flags[rank]));
-    }
+    for (int rank = 0; rank < g->world; rank++)
+        free(reached(g->slots[rank]));
 }
 
+static void keep(void *unused)
+{
+    (void)unused;
+}
+
+/* With as little memory as a slot may have, which then grows. */
 static spar_push_state *open_rank(const group *g, int rank)
 {
-    const spar_slots slots = {NULL, g->bytes, g->bases, g->flags};
     spar_push_state *push = NULL;
-    EXPECT(!spar_push_open(g->world, rank, &slots, &push));
+    int64_t bytes;
+    EXPECT(!spar_push_first_bytes(g->world, g->bytes, &bytes));
+    EXPECT(!spar_push_open(g->world, rank, 0, g->slots, bytes / 4 * 3, g->bytes, keep, NULL, &push));
     return push;
+}
+
+/* The words of a rank's slot, as the host sees them. */
+static uint32_t *words_of(const group *g, int rank)
+{
+    return reached(g->slots[rank]);
 }
 
 /* Gathers of tensors whose neighbours are on different ranks: so many blocks that a half takes launches. */
@@ -96,8 +107,7 @@ static void draw_interleaved(int world, int *count, part *parts)
 
 static pool make_pool(spar_push_state *push, CUstream stream)
 {
-    pool p = {.bytes = push->outputs ? (size_t)(push->second - push->half) / 512 * 512 : 0};
-    p.bytes -= p.bytes ? 512 : 0; /* its begin may not be aligned */
+    pool p = {.bytes = (size_t)(push->bytes - push->heap - push->room) / 512 * 512};
     spar_outputs_enter(push->outputs);
     p.segment = p.bytes ? spar_outputs_allocate(p.bytes, 0, stream) : NULL;
     spar_outputs_enter(NULL);
@@ -137,6 +147,16 @@ static void take_output(pool *memory, buffer *output, uint64_t seed, CUstream st
     use_before(stream, on_device(output->data), output->bytes + 1);
 }
 
+/* Lets the slot grow as all ranks' do: each lacks room whenever they compare that. */
+static void make_room(spar_push_state *push, const spar_plan *plan)
+{
+    int64_t bytes = spar_push_missing(push, plan);
+    if (!bytes && spar_push_is_due(push, plan))
+        bytes = spar_push_more(push, 1);
+    if (bytes)
+        EXPECT(!spar_push_extend(push, push->bytes + bytes, plan) && push->bytes <= push->limit);
+}
+
 static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t deadline_ns, CUstream stream,
                   pool *memory)
 {
@@ -168,17 +188,18 @@ static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t dea
                             .scale = UNSCALED,
                             .deadline = {.at_ns = deadline_ns},
                             .stream = stream};
-    EXPECT(!spar_push_run(push, &call, 0));
+    make_room(push, x->plan);
+    EXPECT(!spar_push_run(push, &call, 0, NULL, 0));
 }
 
 /* `left`: whether no call after it has taken its outputs' memory. */
 static void end(exchange *x, int was_made, int left)
 {
     for (int t = 0; t < x->count; t++) {
-        left = left || x->outputs[t].data == x->owned[t];
-        if (was_made && left)
+        int is_left = left || x->outputs[t].data == x->owned[t];
+        if (was_made && is_left)
             visit(&x->parts[t], &x->outputs[t], 1);
-        EXPECT(!left || x->outputs[t].data[x->outputs[t].bytes] == NOT_WRITTEN);
+        EXPECT(!is_left || x->outputs[t].data[x->outputs[t].bytes] == NOT_WRITTEN);
         free(x->inputs[t].data);
         free(x->owned[t]);
     }
@@ -249,11 +270,10 @@ static void test_absent_peer(int by_limit, int direct)
     EXPECT(__atomic_load_n(push[0]->stop, __ATOMIC_ACQUIRE) == (by_limit ? RANKS : UINT32_MAX));
     end(&first, 0, 1);
     end(&second, 0, 1);
-    uint32_t *signalled = reached((void *)(uintptr_t)g.flags[2]);
-    signalled += direct ? SPAR_KERNEL_RANKS : 0;
+    uint32_t *signalled = words_of(&g, 2) + (direct ? SPAR_KERNEL_RANKS : 0);
     EXPECT(signalled[0] == 1 && signalled[1] == 1);
     EXPECT(!direct || (signalled[-SPAR_KERNEL_RANKS] == 0 && signalled[1 - SPAR_KERNEL_RANKS] == 0));
-    unsigned char *slot = reached((void *)(uintptr_t)g.bases[2]);
+    unsigned char *slot = (unsigned char *)words_of(&g, 2) + SPAR_PUSH_WORDS;
     memset(slot, NOT_WRITTEN, (size_t)g.bytes);
     for (uint64_t seed = 2; seed < 8; seed++) {
         begin(&first, push[0], seed, 0, stream, NULL);
@@ -282,15 +302,16 @@ static void test_bad_offer(int past)
     EXPECT(!spar_cuda_enter(0, &before));
     EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     spar_push_state *push = open_rank(&g, 0);
-    uint32_t *places = reached((void *)(uintptr_t)g.bases[0]),
-             *flags = reached((void *)(uintptr_t)g.flags[0]);
-    unsigned char *slot = reached((void *)(uintptr_t)g.bases[1]);
+    uint32_t *flags = words_of(&g, 0), *places = flags + 2L * SPAR_KERNEL_RANKS;
+    unsigned char *slot = (unsigned char *)words_of(&g, 1) + SPAR_PUSH_WORDS;
     memset(slot, NOT_WRITTEN, (size_t)g.bytes);
-    for (int t = 0; t < SPAR_KERNEL_TENSORS; t++)
-        places[SPAR_KERNEL_TENSORS + t] = (uint32_t)(push->second / 16 + past);
-    __atomic_store_n(&flags[SPAR_KERNEL_RANKS + 1], 1, __ATOMIC_RELEASE);
     push->least = 0;
     begin(&x, push, 2, 0, stream, NULL);
+    for (int t = 0; t < x.count; t++) {
+        int64_t bytes = spar_image_at(x.plan, t + 1) - spar_image_at(x.plan, t);
+        places[SPAR_KERNEL_TENSORS + t] = (uint32_t)((push->bytes - bytes) / 16 + past);
+    }
+    __atomic_store_n(&flags[SPAR_KERNEL_RANKS + 1], 1, __ATOMIC_RELEASE);
     __atomic_store_n(&flags[1], 1, __ATOMIC_RELEASE); /* nor does it wait for a signal that may be there */
     EXPECT(spar_cu.StreamSynchronize(stream) == 0);
     EXPECT(__atomic_load_n(push->stop, __ATOMIC_ACQUIRE) == (past ? SPAR_KERNEL_BAD_OFFER + 1 : 0));
@@ -298,7 +319,7 @@ static void test_bad_offer(int past)
     EXPECT(!past || strcmp(spar_last_error(), "rank 1 offered memory outside of its slot") == 0);
     end(&x, 0, 1);
     int64_t written = 0;
-    for (int64_t i = push->bases[1] - (char *)(uintptr_t)g.bases[1]; i < g.bytes; i++)
+    for (int64_t i = 0; i < g.bytes; i++)
         written += slot[i] != NOT_WRITTEN;
     EXPECT(past ? written == 0 : written > 0);
     EXPECT(spar_cu.StreamDestroy(stream) == 0);
@@ -354,19 +375,35 @@ static void test_first_exchange(void)
     }
 }
 
+static int64_t used(void)
+{
+    int64_t bytes, taken;
+    spar_outputs_stats(&bytes, &taken);
+    return taken;
+}
+
+static void note(void *released)
+{
+    *(int *)released = 1;
+}
+
 /* Segments are taken from the first gap; where none is left, memory is ordinary. What is in use when the
- * group is closed is counted until it is freed, in any order, and nothing is taken from it any more. */
+ * group is closed is kept until it is freed, in any order, and nothing is taken from it any more. */
 static void test_segments(void)
 {
-    enum { BYTES = 8192 };
+    enum { BYTES = 8192, LONGER = 16384 };
+    int released = 0;
     spar_outputs *outputs = NULL;
     spar_entered before;
-    char *memory = aligned_alloc(512, BYTES), *device = on_device(memory), *taken[4], *other;
-    EXPECT(!spar_cuda_enter(0, &before) && !spar_outputs_open(device, BYTES, &outputs));
+    char *memory = aligned_alloc(512, LONGER), *device = on_device(memory), *taken[4], *other;
+    EXPECT(!spar_cuda_enter(0, &before) && !spar_outputs_open(device, note, &released, &outputs));
+    spar_outputs_extend(outputs, BYTES);
     spar_outputs_enter(outputs);
     for (int i = 0; i < 4; i++)
         EXPECT((taken[i] = spar_outputs_allocate(2000, 0, NULL)) == device + i * 2048L);
+    EXPECT(!spar_outputs_lacked(outputs));
     EXPECT((other = spar_outputs_allocate(1, 0, NULL)) && !spar_outputs_have(outputs, other, 1));
+    EXPECT(spar_outputs_lacked(outputs) && !spar_outputs_lacked(outputs));
     spar_outputs_free(other, 1, 0, NULL);
     for (int i = 0; i < 65; i++)
         EXPECT(spar_outputs_serve(outputs) == (i == 64));
@@ -374,30 +411,34 @@ static void test_segments(void)
     spar_outputs_free(taken[1], 2000, 0, NULL);
     EXPECT((taken[1] = spar_outputs_allocate(4096, 0, NULL)) == device + 2048);
     EXPECT(spar_outputs_have(outputs, device, BYTES) && !spar_outputs_have(outputs, device + 1, BYTES));
-    EXPECT(!spar_outputs_have(outputs, memory, 1) && spar_outputs_count(device, BYTES) == 3);
-    EXPECT(spar_outputs_count(device, 2048) == 1 && spar_outputs_count(device - 512, 512) == 0);
+    EXPECT(!spar_outputs_have(outputs, memory, 1) && used() == 8192);
+    EXPECT(spar_outputs_keep(outputs, 4096, 512) == SPAR_INTERNAL);
+    EXPECT(spar_outputs_keep(outputs, BYTES, 512) == SPAR_INTERNAL);
+    spar_outputs_extend(outputs, LONGER);
+    EXPECT(!spar_outputs_keep(outputs, BYTES, 512) && !spar_outputs_keep(outputs, BYTES + 512, 1024));
+    EXPECT((other = spar_outputs_allocate(512, 0, NULL)) == device + BYTES && used() == 8704);
+    spar_outputs_free(other, 512, 0, NULL);
     spar_outputs_free(taken[0], 2000, 0, NULL);
     spar_outputs_close(outputs);
-    EXPECT((other = spar_outputs_allocate(1, 0, NULL)) && (other < device || other >= device + BYTES));
+    EXPECT((other = spar_outputs_allocate(1, 0, NULL)) && (other < device || other >= device + LONGER));
     spar_outputs_enter(NULL);
     spar_outputs_free(other, 1, 0, NULL);
     spar_outputs_free(taken[1], 4096, 0, NULL);
-    EXPECT(spar_outputs_count(device, BYTES) == 1);
+    EXPECT(used() == 2048 && !released);
     spar_outputs_free(taken[3], 2000, 0, NULL);
-    EXPECT(spar_outputs_count(device, BYTES) == 0);
+    EXPECT(used() == 0 && released);
     spar_cuda_leave(&before);
     free(memory);
 }
 
 static void test_small_slot(void)
 {
-    const uint64_t addresses[WORLD] = {0};
-    const spar_slots small = {NULL, 1279, addresses, addresses}, none = {.none = "no memory"};
-    spar_push_state *push;
-    EXPECT(spar_push_open(3, 0, &small, &push) == SPAR_TRANSPORT);
-    EXPECT(strcmp(spar_last_error(), "SPAR_PUSH_SLOT is 1279; 3 ranks need at least 1280") == 0);
-    EXPECT(spar_push_open(3, 0, &none, &push) == SPAR_TRANSPORT);
-    EXPECT(strcmp(spar_last_error(), "no memory") == 0);
+    int64_t bytes = 0;
+    EXPECT(spar_push_first_bytes(3, 2047, &bytes) == SPAR_TRANSPORT);
+    EXPECT(strcmp(spar_last_error(), "SPAR_PUSH_SLOT is 2047; 3 ranks need at least 2048") == 0);
+    EXPECT(!spar_push_first_bytes(3, 2048, &bytes) && bytes == 2048);
+    EXPECT(!spar_push_first_bytes(3, 1 << 20, &bytes) && bytes == 1 << 18);
+    EXPECT(!spar_push_first_bytes(3, (int64_t)1 << 35, &bytes) && bytes == 128 << 20);
 }
 
 int test_push(int argc, char **argv)

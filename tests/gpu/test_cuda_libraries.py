@@ -114,6 +114,11 @@ CONSTANTS = {
     "SPAR_CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
     "SPAR_CU_CAPTURE_NONE": "CU_STREAM_CAPTURE_STATUS_NONE",
     "SPAR_CU_CAPTURE_RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "SPAR_CU_PINNED": "CU_MEM_ALLOCATION_TYPE_PINNED",
+    "SPAR_CU_ON_DEVICE": "CU_MEM_LOCATION_TYPE_DEVICE",
+    "SPAR_CU_DESCRIPTOR": "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+    "SPAR_CU_RECOMMENDED": "CU_MEM_ALLOC_GRANULARITY_RECOMMENDED",
+    "SPAR_CU_READ_WRITE": "CU_MEM_ACCESS_FLAGS_PROT_READWRITE",
 }
 
 
@@ -132,6 +137,11 @@ def test_driver_declarations_match_cuda_h(tmp_path: Path) -> None:
         "CUdevice_attribute",
         "CUstreamCaptureStatus",
         "CUstreamCaptureMode",
+        "CUmemAllocationType",
+        "CUmemAllocationHandleType",
+        "CUmemAllocationGranularity_flags",
+        "CUmemLocationType",
+        "CUmemAccess_flags",
     ):
         lines.append(f'_Static_assert(sizeof({name}) == sizeof(int), "{name}");')
     lines.append("static CUdeviceptr pointer; static unsigned long long *same = &pointer;")
@@ -254,13 +264,22 @@ def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
     for kernel in kernels:
         body = kernel.split("\n}")[0]
         name = body.split("(")[0]
-        arrived, counted = (find("atom.acq_rel.gpu.global.inc.u32") for find in (body.index, body.rindex))
-        first, awaited, last = (match.start() for match in re.finditer("bar.red.or.pred", body))
-        offered = body.index("st.release.sys.global.u32")
-        assert arrived < first < offered < body.index("ld.acquire.sys.global.u32", offered) < awaited, name
-        assert awaited < body.rindex("bar.sync") < counted < last, name
-        signalled = body.index("st.release.sys.global.u32", last)
-        assert signalled < body.rindex("st.global"), f"{name} counts the round before its signals"
+        begun, offered, *counted, _, awaited = (
+            match.start() for match in re.finditer("bar.red.or.pred", body)
+        )
+        assert begun < body.index("st.release.sys.global.u32", begun) < offered, f"{name} makes no offers"
+        for wait in (offered, awaited):  # it polls, and reads what it found once more
+            assert body.rindex("ld.relaxed.sys", 0, wait) < body.rindex("ld.acquire.sys", 0, wait), name
+        counts = [match.start() for match in re.finditer("atom.acq_rel.gpu.global.inc.u32", body)]
+        assert len(counts) == 2 and len(counted) == 1, name
+        for count in counts:  # behind a CTA's copies, before its signals
+            before, behind = body.rindex("bar.sync", 0, count), body.index("bar.red.or.pred", count)
+            assert "st." not in body[before:behind] and "st.release.sys" in body[behind:], name
+        signalled = body.index("st.release.sys.global.u32", body.index("bar.red.or.pred", counts[1]))
+        assert signalled < body.rindex("ld.relaxed.sys", 0, awaited), f"{name} waits before it signals"
+        ended = body.index("bar.red.or.pred", counts[0])
+        counted_round, marked = body.index("st.global.u32", ended), body.index("st.release.sys", ended)
+        assert counted_round < marked, f"{name} marks the call's end before it counts the round"
         assert "%globaltimer" in body and "trap" not in body, name
 
 

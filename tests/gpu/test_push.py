@@ -61,11 +61,20 @@ def test_outputs_in_the_slot(gpus: Ranks, world: int) -> None:
 
 
 def test_lists_and_gradients_on_two_streams(gpus: Ranks) -> None:
-    gpus(3, over_push, SLOT, push_direct.check_lists_and_gradients)
+    gpus(3, over_push, 4 * SLOT, push_direct.check_lists_and_gradients)
 
 
 def test_outputs_outlive_their_group(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, push_direct.check_close)
+
+
+def test_slots_grow(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, push_direct.check_growth)
+
+
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap"])
+def test_slots_that_cannot_grow(gpus: Ranks, function: str) -> None:
+    gpus(3, over_push, SLOT, push_direct.check_no_growth, function)
 
 
 @pytest.mark.parametrize("what", ["words", "signals"])
@@ -106,8 +115,8 @@ CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
     (2, nccl_faults.check_far_ahead),
     (3, push_ranks.check_closed),
     (3, push_ranks.check_absent_replay),
-    (2, push_ranks.check_late_zeros),
     (3, push_ranks.check_warning),
+    (3, push_ranks.check_other_terms),
 )
 
 
@@ -116,9 +125,11 @@ def test_reports_between_ranks(gpus: Ranks, world: int, check: Callable[..., Non
     gpus(world, over_push, SLOT, check)
 
 
-@pytest.mark.parametrize("stage", ["__init__", "meet"])
-def test_failure_in_set_up_falls_back_on_all_ranks(gpus: Ranks, stage: str) -> None:
-    gpus(3, over_push, SLOT, push_ranks.check_fall_back, stage)
+@pytest.mark.parametrize(
+    "function", ["cuMemAddressReserve", "cuMemCreate", "cuMemImportFromShareableHandle", "cuMemSetAccess"]
+)
+def test_failure_in_set_up_falls_back_on_all_ranks(gpus: Ranks, function: str) -> None:
+    gpus(3, over_push, SLOT, push_ranks.check_fall_back, function)
 
 
 @pytest.mark.parametrize("raises", [False, True])

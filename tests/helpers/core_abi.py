@@ -231,11 +231,7 @@ class Call(ctypes.Structure):
 
 
 class Native(ctypes.Structure):
-    _fields_ = (("ordinal", c_int), ("comm", c_void_p), ("no_slot", c_char_p))
-
-
-class Slots(ctypes.Structure):
-    _fields_ = (("none", c_char_p), ("bytes", c_int64), ("bases", c_void_p), ("flags", c_void_p))
+    _fields_ = (("ordinal", c_int), ("comm", c_void_p))
 
 
 class Comm(ctypes.Structure):
@@ -269,7 +265,6 @@ Comm._fields_ = (
     ("rank", c_int),
     ("local_ranks", c_int),
     ("native", Native),
-    ("slots", Slots),
     ("info", POINTER(PeerInfo)),
     ("hosts", c_void_p),
     ("far", c_void_p),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import mmap
 import re
 import time
 import weakref
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from helpers.nccl_ranks import OnDevice, Stream, set_up, wait, within
-from helpers.push_ranks import SharedSlot
 from helpers.tables import numbers
 from spar import _C
 from spar._group.group import Group
@@ -109,10 +107,8 @@ def values(output: Any) -> torch.Tensor:
     return x
 
 
-def lies_in_slot(comm: Group, output: Any) -> bool:
-    channel: Any = comm.channels["cuda"]
-    address, size = channel._place
-    return bool(address <= getattr(output, "address", 0) < address + size)
+def lies_in_slot(output: Any) -> bool:
+    return _C.in_slot(getattr(output, "address", 0))
 
 
 def check_outputs(rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -133,14 +129,14 @@ def check_outputs(rank: int, world: int, group: dist.ProcessGroup) -> None:
         stream.synchronize()
         for turn, output in kept:
             assert torch.equal(values(output), wanted(turn, rank, sizes, columns)), turn
-        inside = [lies_in_slot(comm, output) for _, output in kept]
+        inside = [lies_in_slot(output) for _, output in kept]
         assert inside[0] and not all(inside), inside
         first = kept[0][1].address
         del kept[1::2]
         addresses = []
         for turn in range(100, 160):  # each takes what one before had, which the stream still writes to
             output = call(turn)
-            addresses += [output.address] if lies_in_slot(comm, output) else []
+            addresses += [output.address] if lies_in_slot(output) else []
         stream.synchronize()
         assert torch.equal(values(output), wanted(turn, rank, sizes, columns))
         assert first not in addresses and len(set(addresses)) < len(addresses)
@@ -158,7 +154,7 @@ def check_lists_and_gradients(rank: int, world: int, group: dist.ProcessGroup) -
     channel: Any = comm.channels["cuda"]
     channel.pooled = Mixed(channel.pooled) if rank == 0 else channel.pooled
     kept = []
-    for turn in range(6):
+    for turn in range(4):
         xs = [numbered(turn + k, rank, 16, 80 * world - k * world) for k in range(3)]
         with streams[turn % 2]:
             outputs = exchange(comm, "all_to_all", (1, 0, rows), xs)
@@ -173,7 +169,7 @@ def check_lists_and_gradients(rank: int, world: int, group: dist.ProcessGroup) -
         for k, (x, output, back) in enumerate(zip(xs, outputs, backs, strict=True)):
             assert torch.equal(values(output), wanted(turn + k, rank, [16] * world, 80 * world - k * world))
             assert torch.equal(values(back), x), turn
-        assert rank or [lies_in_slot(comm, output) for output in outputs] == [False, True, False]
+        assert rank or [lies_in_slot(output) for output in outputs] == [False, True, False]
     del kept, xs, outputs, backs, output, back
     wait(comm)
     comm.close()
@@ -195,57 +191,95 @@ class Mixed:
         return output
 
 
+def slots() -> tuple[int, int]:
+    """The bytes of this process's slots, and of them those of outputs."""
+    return _C.device_stats()[2:]
+
+
 def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Outputs outlive their group; the slot goes when its last segment is returned."""
     comm = set_up(group)
-    channel: Any = comm.channels["cuda"]
-    place, slot = channel._place, weakref.ref(channel._slot)
     with Stream() as stream:
         outputs = exchange(comm, "all_to_all", (1, 0, 40 * world), [numbered(1, rank, 40, 100)])
         stream.synchronize()
-    assert lies_in_slot(comm, outputs[0])
+    assert lies_in_slot(outputs[0])
     wait(comm)
     dist.barrier(group)
     comm.close()
-    del comm, channel
-    within(5, lambda: any(held is slot() for held, _ in push._used))
-    assert _C.outputs_in_use(*place)
+    del comm
+    time.sleep(1)  # the memory of groups is freed behind their closes
+    before = slots()
+    assert lies_in_slot(outputs[0])
     assert torch.equal(outputs[0].tensor, wanted(1, rank, [40] * world, 100))
     outputs.clear()
     gc.collect()
-    within(5, lambda: not _C.outputs_in_use(*place))
-    push._drop_unused()
-    gc.collect()
-    assert slot() is None
+    within(5, lambda: slots()[0] < before[0] and slots()[1] < before[1])
     dist.barrier(group)
 
 
-class BrokenSlot(SharedSlot):
-    """What rank 1 writes to rank 0 does not arrive, or its signals do not."""
+def check_growth(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Slots grow where an image has no room, and where a rank's outputs had none; not beyond the cap."""
+    time.sleep(1)  # the memory of groups before is freed behind their closes
+    before = slots()[0]
+    comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
+    columns = 1024 * world
+    assert slots()[0] - before == 800 << 10  # behind two halves of as much
 
-    what = ""
+    def call(turn: int, kib: int) -> Any:
+        rows = kib // 4 // world
+        x = numbered(turn, rank, rows, columns)
+        output = exchange(comm, "all_to_all", (1, 0, rows * world), [x])[0]
+        stream.synchronize()
+        assert torch.equal(values(output), wanted(turn, rank, [rows] * world, columns)), turn
+        return output
 
-    def meet(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        size, *places = super().meet(group)
-        world = len(places) // 2
-        if dist.get_rank(group) == 1:
-            self.elsewhere = mmap.mmap(-1, size)
-            start = ctypes.addressof(ctypes.c_char.from_buffer(self.elsewhere))
-            places[0 if self.what == "words" else world] = start | ON_DEVICE
-        return size, *places
+    with Stream() as stream:
+        kept = [call(turn, 480) for turn in range(4)]
+        # The first one's image has no room before the call, nor has the last output behind it.
+        assert [lies_in_slot(output) for output in kept] == [False, True, True, False]
+        assert slots()[0] - before == (800 + 1600) << 10
+        for turn in range(4, 16):  # ranks compare once what they lack
+            call(turn, 480)
+        assert slots()[0] - before == (800 + 1600 + 2400) << 10
+        call(16, 960)  # its image has no room below the cap: packed
+        assert slots()[0] - before == (800 + 1600 + 2400) << 10
+    del kept
+    wait(comm)
+    comm.close()
+
+
+def check_no_growth(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
+    """Where a rank has no memory, no slot grows, and calls are packed; nothing is lost, and none is tried."""
+    time.sleep(1)
+    comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
+    first, rows = slots()[0], 480 // 4 // world
+    with pytest.MonkeyPatch.context() as patch, Stream() as stream:
+        if rank == 1:
+            patch.setenv("STANDIN_FAIL", f"{function}:1:2")
+        for turn in range(2):
+            x = numbered(turn, rank, rows, 1024 * world)
+            output = exchange(comm, "all_to_all", (1, 0, rows * world), [x])[0]
+            stream.synchronize()
+            assert torch.equal(values(output), wanted(turn, rank, [rows] * world, 1024 * world))
+            assert slots()[0] == first
+    wait(comm)
+    comm.close()
 
 
 def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> None:
     """If the first exchange finds that GPUs cannot write to each other, all ranks take the next transport."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push, "Slot", BrokenSlot)
-        patch.setattr(BrokenSlot, "what", what)
+        if rank == 1:  # what it writes to others does not arrive: words, or signals as well
+            patch.setenv("STANDIN_ASTRAY", {"words": "8192", "signals": "0"}[what])
         patch.setenv("SPAR_TIMEOUT", "8")
         begin = time.monotonic()
         comm = set_up(group)
         assert time.monotonic() - begin < 7
     transport = comm.transport("cuda")
     assert transport.name == "nccl", transport
-    texts = {"words": "wrong words from rank 1 in", "signals": "rank [01] did not send its words in time in"}
+    texts = {
+        "words": "wrong words from rank 1 in",
+        "signals": "rank [0-9] did not send its words in time in",
+    }
     assert re.search(f"{texts[what]} the first exchange over push", dict(transport.rejected)["push"])
     comm.close()

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import os
 import time
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from helpers.nccl_ranks import (
     Cell,
     Stream,
     core_of,
-    device_address,
     driver,
     enqueue,
     exchange_cells,
@@ -32,51 +28,17 @@ from helpers.nccl_ranks import (
     set_up,
     within,
 )
+from spar import _C
 from spar._transports import push
 
 push._synchronize = lambda device: driver("cuCtxSynchronize")  # also after a test
-
-FLAGS = 4096  # bytes of the flags, behind a slot
-
-
-class SharedSlot:
-    """A slot in memory of the host, as device memory of the stand-in is, which the ranks' processes map."""
-
-    tests: ClassVar[Counter[int]] = Counter()  # by the number of ranks
-    meetings = 0  # of the newest test
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self.file = os.memfd_create("slot")
-        os.ftruncate(self.file, size + FLAGS)
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-    def meet(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-        """Exchange descriptors through the store, as torch does."""
-        world, store = dist.get_world_size(group), dist.distributed_c10d._get_process_group_store(group)
-        SharedSlot.meetings += 1
-        key = f"slot {SharedSlot.tests[world]} {SharedSlot.meetings}"
-        store.set(f"{key} {dist.get_rank(group)}", f"/proc/{os.getpid()}/fd/{self.file}")
-        self.maps = []
-        for rank in range(world):
-            file = os.open(store.get(f"{key} {rank}"), os.O_RDWR)
-            self.maps.append(mmap.mmap(file, self.size + FLAGS))
-            os.close(file)
-        starts = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self.maps]
-        bases = [device_address(start) for start in starts]
-        return self.size, *bases, *[base + self.size for base in bases]
 
 
 def over_push(
     rank: int, world: int, group: dist.ProcessGroup, slot: int, check: Callable[..., Any], *args: Any
 ) -> Any:
     """Run a check of the nccl transport, or of any other, in groups that push through slots of this size."""
-    SharedSlot.tests[world] += 1
-    SharedSlot.meetings = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push, "Slot", SharedSlot)
         patch.setenv("SPAR_PUSH_SLOT", str(slot))
         patch.setattr(nccl_ranks, "CHOICE", "")
         return check(rank, world, group, *args)
@@ -112,44 +74,36 @@ def check_closed(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
-def check_fall_back(rank: int, world: int, group: dist.ProcessGroup, stage: str) -> None:
-    """If one rank has no slot, or cannot map the others', all take the next transport, with the reason."""
-
-    def fail(*arguments: Any) -> Any:
-        raise RuntimeError("no such memory\nand where")
-
+def check_fall_back(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
+    """If a function of the driver fails on one rank, all take the next transport, with the reason."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(SharedSlot, stage, fail)
-        patch.setattr(push, "_MEETING_S", 1.0)
+            patch.setenv("STANDIN_FAIL", f"{function}:1:801")
         begin = time.monotonic()
         comm = set_up(group)
         assert time.monotonic() - begin < 5
     transport = comm.transport("cuda")
     assert transport.name == "nccl", transport
-    reasons = ["rank 1: no such memory", "rank 0: the ranks did not map each other's memory in time"]
-    assert dict(transport.rejected)["push"] in reasons[: 1 + (stage == "meet")], transport
+    reason = f"rank 1: {function}: error 801 (CUDA_ERROR_OF_A_STAND_IN)"
+    assert dict(transport.rejected)["push"] == reason, transport
     comm.close()
 
 
-def check_late_zeros(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    """A rank waits for the zeros in its slot before it meets its peers, whose words they may overwrite."""
-    events: list[str] = []
-
-    class Slot(SharedSlot):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            events.append("zeros are under way")
-
-        def meet(self, group: dist.ProcessGroup) -> tuple[int, ...]:
-            events.append("meets the peers")
-            return super().meet(group)
-
+def check_other_terms(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The smallest cap of all ranks applies; one that is too small for the ranks moves all to nccl."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push, "Slot", Slot)
-        patch.setattr(push, "_synchronize", lambda device: events.append(f"{device} is idle"))
-        check_cells(rank, world, group, [])
-    assert events[:3] == ["zeros are under way", "cuda:0 is idle", "meets the peers"]
+        patch.setenv("SPAR_PUSH_SLOT", str(1 << 20 if rank else 1 << 16))
+        time.sleep(1)  # the memory of groups before is freed behind their closes
+        before = _C.device_stats()[2]
+        comm = set_up(group)
+        assert comm.transport("cuda").name == "push"
+        assert _C.device_stats()[2] - before == 1 << 13  # the halves take as much
+        comm.close()
+        patch.setenv("SPAR_PUSH_SLOT", str(1 << 20 if rank else 2047))
+        comm = set_up(group)
+    reason = "rank 0: SPAR_PUSH_SLOT is 1536; 3 ranks need at least 2048"
+    assert dict(comm.transport("cuda").rejected)["push"] == reason
+    comm.close()
 
 
 def check_warning(rank: int, world: int, group: dist.ProcessGroup) -> None:
@@ -162,12 +116,12 @@ def check_warning(rank: int, world: int, group: dist.ProcessGroup) -> None:
     try:
         set_up(group).close()
         assert not records
-        check_fall_back(rank, world, group, "__init__")
+        check_fall_back(rank, world, group, "cuMemCreate")
     finally:
         logger.removeHandler(handler)
     assert len(records) == (rank == 0), records
     text = "share this host, but the set-up of push failed, and nccl, which is slower, moves their tensors: "
-    assert all(text + "rank 1: no such memory. Remove the cause" in record for record in records)
+    assert all(text + "rank 1: cuMemCreate: error 801" in record for record in records)
 
 
 def check_absent_replay(rank: int, world: int, group: dist.ProcessGroup) -> None:

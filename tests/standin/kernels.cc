@@ -74,19 +74,28 @@ template <class WORD> static WORD *reach(WORD *address)
 }
 
 /* A thread that loads from one address again waits for a peer: it leaves the core, first for a moment. */
-static unsigned load_acquire(const unsigned *from)
+static unsigned load_relaxed(const unsigned *from)
 {
     static thread_local const unsigned *last;
     static thread_local unsigned by, polls;
     polls = from == last && threadIdx.x == by ? polls + 1 : 0;
     last = from;
     by = threadIdx.x;
-    const timespec pause = {0, polls < 40 ? 20000l << polls / 8 : 1000000l};
+    const timespec moment = {0, polls < 40 ? 20000l << polls / 8 : 1000000l};
     if (polls > 4)
-        nanosleep(&pause, nullptr);
+        nanosleep(&moment, nullptr);
     else if (polls > 0)
         sched_yield();
+    return __atomic_load_n((unsigned *)reached(from), __ATOMIC_RELAXED);
+}
+
+static unsigned load_acquire(const unsigned *from)
+{
     return __atomic_load_n((unsigned *)reached(from), __ATOMIC_ACQUIRE);
+}
+
+static void pause()
+{
 }
 
 static void store_release(unsigned *to, unsigned value)
@@ -129,18 +138,40 @@ template <class PHASE> static bool all_threads(unsigned from, PHASE phase)
     return any;
 }
 
+/* Up to the copies of what a round sends, and behind them: whether no wait has ended early. */
+static bool begin_round(const spar_kernel_copy *c, unsigned from)
+{
+    if (all_threads(from, [&] { return has_failed(*c); }))
+        return false;
+    if (!(c->mode & SPAR_KERNEL_OFFERS))
+        return true;
+    all_threads(from, [&] { return offer(*c), 0; });
+    return !all_threads(from, [&] { return await_offers(*c); });
+}
+
+static bool pass_on(const spar_kernel_copy *c, unsigned from)
+{
+    if (c->mode & SPAR_KERNEL_SIGNALS && all_threads(from, [&] { return is_last(*c); }))
+        all_threads(from, [&] { return signal(*c), 0; });
+    return !(c->mode & SPAR_KERNEL_WAITS &&
+             all_threads(from, [&] { return await_peers(*c, c->sync->mine); }));
+}
+
 /* Runs one of `ctas` CTAs of kernel `which` (a row of SPAR_KERNELS). */
 extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned cta, unsigned ctas,
                                unsigned from)
 {
-    static void (*const kernels[])(const spar_kernel_copy &) = {SPAR_KERNELS(KERNEL)};
+    static void (*const kernels[])(const spar_kernel_copy &, unsigned, unsigned) = {SPAR_KERNELS(KERNEL)};
     blockIdx.x = cta;
     gridDim.x = ctas;
-    if (c->mode & SPAR_KERNEL_OFFERS && all_threads(from, [&] { return is_first(*c); }))
-        all_threads(from, [&] { return offer(*c), 0; });
-    if (c->sync && all_threads(from, [&] { return await_peers(*c); }))
-        return;
-    all_threads(from, [&] { return kernels[which](*c), 0; });
-    if (c->sync && all_threads(from, [&] { return is_last(*c); }))
-        all_threads(from, [&] { return end_launch(*c), 0; });
+    bool goes_on = !c->sync || begin_round(c, from);
+    if (goes_on)
+        all_threads(from, [&] { return kernels[which](*c, 0, c->sent), 0; });
+    goes_on = goes_on && (!c->sync || pass_on(c, from));
+    if (goes_on)
+        all_threads(from, [&] { return kernels[which](*c, c->sent, c->tiles), 0; });
+    if (goes_on && c->mode & SPAR_KERNEL_ENDS && all_threads(from, [&] { return is_last(*c); }))
+        all_threads(from, [&] { return end_round(*c), 0; });
+    if (!goes_on)
+        all_threads(from, [&] { return mark_end(*c), 0; });
 }

@@ -14,7 +14,11 @@
 enum {
     GPUS = 64,
     MOST_CTAS = 96, /* the CTAs of a launch: enough to outrun the wire */
+    SIDE_CTAS = 24, /* beside attention: an estimate of what keeps the wire busy */
 };
+
+static const int64_t ONE_CTA_BYTES = 128 << 10; /* an estimate: to copy more by one CTA takes longer than
+                                                   another launch */
 
 typedef struct {
     CUcontext context;
@@ -24,7 +28,8 @@ typedef struct {
 
 static struct {
     pthread_mutex_t lock;
-    gpu *by_ordinal[GPUS]; /* atomic; never freed */
+    gpu *by_ordinal[GPUS];    /* atomic; never freed */
+    void *side_streams[GPUS]; /* atomic; NULL: none is known */
 } gpus = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 spar_status spar_cuda_open(void)
@@ -34,6 +39,20 @@ spar_status spar_cuda_open(void)
 }
 
 /* ---- launches ---- */
+
+static spar_status check_ordinal(int ordinal)
+{
+    return ordinal >= 0 && ordinal < GPUS
+               ? SPAR_OK
+               : spar_fail(SPAR_INVALID, "CUDA device %d; expected 0 to %d", ordinal, GPUS - 1);
+}
+
+static spar_status find(int ordinal, const gpu **result)
+{
+    SPAR_TRY(check_ordinal(ordinal));
+    *result = __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
+    return *result ? SPAR_OK : spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);
+}
 
 /* Finds the prepared device whose context is current. */
 static spar_status current(const gpu **result)
@@ -54,9 +73,10 @@ typedef struct {
     const spar_scale *scale;
     void *stream;
     const spar_round *round; /* NULL: of none */
-    int ntensors;
-    int later; /* a launch came before */
-    int last;  /* the next launch is the copy's last one */
+    int ntensors, lanes;
+    int mode;  /* of the next launch */
+    int sent;  /* its first parts are sent; -1: all */
+    int count; /* of launches */
 } copy;
 
 /* Chooses the widest kernel for addresses in which these bits are set. */
@@ -74,43 +94,51 @@ static spar_status choose(const spar_scale *scale, uint64_t bits, int *kernel)
                      (long long)type->bytes);
 }
 
+/* Sets what a launch has of its round. */
+static void set_round(const copy *c, spar_kernel_copy *k)
+{
+    const spar_round *round = c->round;
+    size_t places = (size_t)c->ntensors * sizeof *k->offer;
+    k->sync = round ? round->sync : NULL;
+    k->mode = (unsigned short)c->mode;
+    k->tensors = (unsigned short)c->ntensors;
+    k->limit_ns = round ? round->limit_ns : 0;
+    k->mark = round && c->mode & SPAR_KERNEL_ENDS ? round->mark : NULL;
+    k->number = round ? round->number : 0;
+    if (c->mode & SPAR_KERNEL_OFFERS) {
+        memcpy(k->offer, round->offers, places);
+        memcpy(k->last, round->last, places);
+    }
+}
+
+static int is_side_stream(void *stream)
+{
+    int found = 0;
+    for (int i = 0; i < GPUS && stream; i++)
+        found |= __atomic_load_n(&gpus.side_streams[i], __ATOMIC_RELAXED) == stream;
+    return found;
+}
+
 static spar_status launch(void *context, spar_kernel_copy *k, uint64_t bits)
 {
     copy *c = context;
-    int kernel;
+    int kernel, waits = c->mode & (SPAR_KERNEL_OFFERS | SPAR_KERNEL_WAITS);
     SPAR_TRY(choose(c->scale, bits, &kernel));
     spar_launches_tile(k, (int64_t)spar_kernel_rows[kernel].width * SPAR_KERNEL_THREADS * SPAR_KERNEL_UNITS);
     k->factor = c->scale->factor;
     k->divide = c->scale->divide;
-    k->sync = c->round ? c->round->sync : NULL;
-    k->mode = k->tensors = 0;
-    if (c->round && c->round->second)
-        k->mode = (unsigned short)(SPAR_KERNEL_WAITS | (c->last ? SPAR_KERNEL_ENDS : 0));
-    else if (c->round)
-        k->mode = c->last ? SPAR_KERNEL_SIGNALS : 0;
-    if (c->round && c->round->offers) {
-        k->mode |= (unsigned short)(SPAR_KERNEL_DIRECT | (c->later ? 0 : SPAR_KERNEL_OFFERS));
-        k->tensors = (unsigned short)c->ntensors;
-        memcpy(k->offer, c->round->offers, (size_t)c->ntensors * sizeof *k->offer);
-    }
-    c->later = 1;
-    k->limit_ns = c->round ? c->round->limit_ns : 0;
+    k->sent = c->sent >= 0 && c->sent < k->parts ? k->part[c->sent].tile : k->tiles;
+    k->lanes = (unsigned)c->lanes;
+    set_round(c, k);
     unsigned most = (unsigned)(spar_kernel_ctas ? spar_kernel_ctas : c->gpu->ctas);
-    unsigned ctas = k->tiles < most ? k->tiles : most;
+    most = is_side_stream(c->stream) && most > SIDE_CTAS ? SIDE_CTAS : most;
+    unsigned ctas = waits || !k->tiles ? 1 : k->tiles < most ? k->tiles : most;
     void *parameters[] = {k};
-    SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], ctas ? ctas : 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0,
-                c->stream, parameters, NULL);
-    return SPAR_OK;
-}
-
-/* Launches all but the last part of a copy. */
-static spar_status begin_copy(copy *c, spar_launches *launches, const spar_plan *plan, const spar_span *spans,
-                              int count, const void *const *inputs, void *const *outputs)
-{
-    SPAR_TRY(current(&c->gpu));
-    spar_launches_begin(launches, launch, c);
-    SPAR_TRY(spar_launches_add(launches, plan, spans, count, inputs, outputs));
-    c->last = 1;
+    SPAR_TRY_CU(LaunchKernel, c->gpu->kernels[kernel], ctas, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, c->stream,
+                parameters, NULL);
+    c->count++;
+    c->mode = 0; /* what follows a full launch goes on with its copies */
+    c->sent = c->sent > 0 ? 0 : c->sent;
     return SPAR_OK;
 }
 
@@ -118,20 +146,73 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream)
 {
-    copy c = {.scale = scale, .stream = stream};
+    copy c = {.scale = scale, .stream = stream, .lanes = 1, .sent = -1};
     spar_launches launches;
-    SPAR_TRY(begin_copy(&c, &launches, plan, spans, count, inputs, outputs));
+    SPAR_TRY(current(&c.gpu));
+    spar_launches_begin(&launches, launch, &c);
+    SPAR_TRY(spar_launches_add(&launches, plan, spans, count, inputs, outputs));
     return spar_launches_end(&launches);
 }
 
-spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, int count,
-                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+/* ---- rounds ---- */
+
+/* Launches what is left of a copy, also if nothing is. */
+static spar_status end_copy(copy *c, spar_launches *launches, int mode)
+{
+    c->mode = mode;
+    return launches->copy.parts ? spar_launches_end(launches) : launch(c, &launches->copy, 0);
+}
+
+static int64_t bytes_of(const spar_span *spans, int count)
+{
+    int64_t bytes = 0;
+    for (int i = 0; i < count; i++)
+        bytes += spans[i].high - spans[i].low;
+    return bytes;
+}
+
+spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *sent, int nsent,
+                                 const spar_span *received, int nreceived, const void *const *inputs,
+                                 void *const *outputs, void *const *targets, const spar_scale *scale,
                                  const spar_round *round, void *stream)
 {
-    copy c = {.scale = scale, .stream = stream, .round = round, .ntensors = plan->ntensors};
+    static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
+    enum { ENDS = SPAR_KERNEL_ENDS, WAITS = SPAR_KERNEL_WAITS };
+    copy c = {.scale = scale,
+              .stream = stream,
+              .round = round,
+              .ntensors = plan->ntensors,
+              .lanes = nsent > 0 ? nsent : 1,
+              .sent = -1};
+    SPAR_TRY(find(round->ordinal, &c.gpu));
+    int is_small = bytes_of(sent, nsent) + bytes_of(received, nreceived) <= ONE_CTA_BYTES;
     spar_launches launches;
-    SPAR_TRY(begin_copy(&c, &launches, plan, spans, count, inputs, outputs));
-    return launches.copy.parts ? spar_launches_end(&launches) : launch(&c, &launches.copy, 0);
+    spar_launches_begin(&launches, launch, &c);
+    if (round->offers)
+        SPAR_TRY(end_copy(&c, &launches, SPAR_KERNEL_OFFERS));
+    SPAR_TRY(spar_launches_add(&launches, plan, sent, nsent, inputs, outputs));
+    if (is_small && !c.count &&
+        (int)scale->dtype == SPAR_UNSCALED) { /* one launch, or a full one and others */
+        c.sent = launches.copy.parts;
+        c.mode = SPAR_KERNEL_SIGNALS | WAITS;
+        SPAR_TRY(spar_launches_add(&launches, plan, received, nreceived, inputs, targets));
+        return end_copy(&c, &launches, c.count ? ENDS : SPAR_KERNEL_SIGNALS | WAITS | ENDS);
+    }
+    SPAR_TRY(end_copy(&c, &launches, SPAR_KERNEL_SIGNALS));
+    c.scale = &unscaled;
+    c.sent = 0;
+    SPAR_TRY(end_copy(&c, &launches, nreceived ? WAITS : WAITS | ENDS));
+    if (!nreceived)
+        return SPAR_OK;
+    SPAR_TRY(spar_launches_add(&launches, plan, received, nreceived, inputs, targets));
+    return end_copy(&c, &launches, ENDS);
+}
+
+spar_status spar_cuda_set_side_stream(int ordinal, void *stream)
+{
+    SPAR_TRY(check_ordinal(ordinal));
+    __atomic_store_n(&gpus.side_streams[ordinal], stream, __ATOMIC_RELAXED);
+    return SPAR_OK;
 }
 
 /* ---- the device ---- */
@@ -140,7 +221,7 @@ spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, 
  * kernels. */
 static spar_status launch_nothing(const gpu *g, CUstream stream)
 {
-    spar_kernel_copy nothing = {.tiles = 0};
+    spar_kernel_copy nothing = {.lanes = 1};
     void *parameters[] = {&nothing};
     for (int i = 0; i < SPAR_KERNEL_COUNT; i++)
         SPAR_TRY_CU(LaunchKernel, g->kernels[i], 1, 1, 1, SPAR_KERNEL_THREADS, 1, 1, 0, stream, parameters,
@@ -222,8 +303,7 @@ static spar_status prepare_first(int ordinal)
 
 spar_status spar_cuda_prepare(int ordinal)
 {
-    if (ordinal < 0 || ordinal >= GPUS)
-        return spar_fail(SPAR_INVALID, "CUDA device %d; expected 0 to %d", ordinal, GPUS - 1);
+    SPAR_TRY(check_ordinal(ordinal));
     SPAR_TRY(spar_cuda_open());
     pthread_mutex_lock(&gpus.lock);
     spar_status status = gpus.by_ordinal[ordinal] ? SPAR_OK : prepare_first(ordinal);
@@ -233,9 +313,7 @@ spar_status spar_cuda_prepare(int ordinal)
 
 spar_status spar_cuda_enter(int ordinal, spar_entered *before)
 {
-    gpu *g =
-        ordinal < 0 || ordinal >= GPUS ? NULL : __atomic_load_n(&gpus.by_ordinal[ordinal], __ATOMIC_ACQUIRE);
-    if (!g)
-        return spar_fail(SPAR_INTERNAL, "CUDA device %d is not prepared", ordinal);
+    const gpu *g;
+    SPAR_TRY(find(ordinal, &g));
     return enter_context(g->context, before);
 }

@@ -24,9 +24,9 @@ typedef struct {
     void *wire; /* where byte `low` lies, on the wire's side, or the image; NULL for others */
 } spar_span;
 
-/* An image has a rank's outputs one behind the other, each at a multiple of 256 bytes. Where the tensor lies
- * in it; of plan->ntensors: the size of the image. */
-int64_t spar_image_at(const spar_plan *plan, int rank, int tensor);
+/* An image has a call's outputs one behind the other, each at a multiple of 256 bytes and with the room that
+ * the largest of all ranks takes. Where the tensor lies in it; of plan->ntensors: the size of the image. */
+int64_t spar_image_at(const spar_plan *plan, int tensor);
 
 /* A thread's state before it entered a device. */
 typedef struct {
@@ -56,21 +56,28 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);
 
-/* One of the two halves of a round between ranks that write to each other's slots: see kernels.cu. */
+/* A round between ranks that write to each other's slots: see kernels.cu. */
 typedef struct {
+    int ordinal;       /* of the prepared device that is current */
     void *sync;        /* the rank's spar_kernel_sync, in device memory */
-    int second;        /* waits for the peers, and ends the round; else copies, and signals them */
-    uint64_t limit_ns; /* how long it waits; 0: without a limit */
-    /* [plan->ntensors] of a direct round's first half, else NULL: where the peers write this rank's outputs,
-     * less spar_image_at, from its slot's first half on, in 16 bytes; or SPAR_KERNEL_IMAGE */
-    const uint32_t *offers;
+    uint64_t limit_ns; /* how long a wait may take; 0: without a limit */
+    /* [plan->ntensors] of a direct round, else NULL: where the peers write this rank's outputs, from its
+     * slot's first half on, in 16 bytes; and the last place that a peer may offer */
+    const uint32_t *offers, *last;
+    /* In host memory, receives the number when the round has ended: of a call's last round. Or NULL. */
+    uint32_t *mark;
+    uint32_t number;
 } spar_round;
 
-/* The same as a half of a round, also if there is nothing to copy: what is packed goes into the peers' slots,
- * what is unpacked comes from this rank's. `wire` is an address in the first half of a slot. Of an image,
- * outputs that are NULL are left out. */
-spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *spans, int count,
-                                 const void *const *inputs, void *const *outputs, const spar_scale *scale,
+/* The same as a round, also if there is nothing to copy: `sent` goes to the peers' slots and outputs, scaled;
+ * `received`, which has come from them, goes to `targets` [plan->ntensors], of an image those that are not
+ * NULL. `wire` is an address in the first half of a slot, or the image's. */
+spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *sent, int nsent,
+                                 const spar_span *received, int nreceived, const void *const *inputs,
+                                 void *const *outputs, void *const *targets, const spar_scale *scale,
                                  const spar_round *round, void *stream);
+
+/* Side streams, in which calls run beside others' kernels: their launches have fewer CTAs. */
+spar_status spar_cuda_set_side_stream(int ordinal, void *stream);
 
 #endif

@@ -11,35 +11,32 @@
  * Divisions by multiplication and shift turn a byte's offset in packed order into its addresses. All that a
  * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free.
  *
- * A launch with `sync` is one half of a round between ranks that write to each other's slots. The first half
- * copies into the peers' slots, and its last CTA signals each peer; the second waits for every peer's signal,
- * copies out of this rank's slot, and ends the round. The number of the round is in device memory, so that a
- * graph can be replayed, and selects one of a slot's two halves. A rank begins a round after it has waited
- * for all peers in the round before, which they began after they had emptied what this round overwrites. So
- * there is no signal for an emptied slot, and only a second half waits, for first halves, which wait for
- * nothing.
+ * A launch with `sync` is part of a round between ranks that write to each other's slots. A round sends, then
+ * receives: it copies into the peers' slots, after which the last CTA signals each peer; then one CTA waits for
+ * every peer's signal, and what came is copied out of this rank's slot. A small round is one launch of one CTA;
+ * else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of the round is in device
+ * memory, so that a graph can be replayed, and selects one of a slot's two halves. A rank begins a round after
+ * it has waited for all peers in the round before, which they began after they had emptied what this round
+ * overwrites. So there is no signal for an emptied slot, and sending waits for nothing.
  *
- * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of
- * its slot that the stream no longer uses. A first half then waits for the peers' offers, which wait for
- * nothing: the first CTA to run makes them. Each half of a slot lies at one of its ends, and is as large as
- * what a rank writes from one place on: where a place passes one comparison, all of that is in the slot. */
+ * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of its
+ * slot that the stream no longer uses. One CTA then waits for the peers' offers, which wait for nothing. Each
+ * place is compared with the last one from which on the tensor is in the slot. */
 
 SPAR_SHARED(
 /* Of the parameters, which are below 4 KB, the most that every device takes. */
 enum {
-    SPAR_KERNEL_PARTS = 68,
+    SPAR_KERNEL_PARTS = 65,
     SPAR_KERNEL_LOOPS = 56,
     SPAR_KERNEL_RANKS = 64, /* of a round */
     SPAR_KERNEL_TENSORS = 16, /* of a direct round */
-    SPAR_KERNEL_SIGNALS = 1, /* modes of a launch of a round: its last CTA signals the peers; */
-    SPAR_KERNEL_WAITS = 2,   /* each CTA waits for the peers' signals; */
-    SPAR_KERNEL_ENDS = 4,    /* its last CTA ends the round; */
-    SPAR_KERNEL_OFFERS = 8,  /* its first CTA makes the offers; */
-    SPAR_KERNEL_DIRECT = 16, /* each CTA waits for the peers' offers */
+    SPAR_KERNEL_OFFERS = 1,  /* modes of a launch of a round: it makes offers, and waits for the peers'; */
+    SPAR_KERNEL_SIGNALS = 2, /* its last CTA signals the peers when what is sent has been copied; */
+    SPAR_KERNEL_WAITS = 4,   /* then it waits for their signals; */
+    SPAR_KERNEL_ENDS = 8,    /* its last CTA ends the round. One that waits has one CTA */
     SPAR_KERNEL_PEER_SLOT = 1, /* which side of a part lies in a slot: `to`, */
     SPAR_KERNEL_OWN_SLOT = 2,  /* or `from`; */
     SPAR_KERNEL_PEER_OUTPUT = 3, /* `to` is in a peer's output: see SPAR_KERNEL_TO */
-    SPAR_KERNEL_IMAGE = -1, /* an offer of the half of the slot that the round has */
     SPAR_KERNEL_BAD_OFFER = 256 /* and the rank that made it: written to `stop` */
 };
 
@@ -68,9 +65,8 @@ typedef struct {
 typedef struct {
     unsigned rounds; /* that have ended */
     unsigned failed; /* a wait ended early: no round follows */
-    unsigned begun, ctas; /* of a launch, the CTAs that have begun, and those that have ended */
+    unsigned ctas, unused; /* of a launch, those that have ended */
     unsigned world, rank;
-    unsigned last, unused; /* the last place that may be offered, in units of 16 bytes */
     unsigned long long half; /* from a slot's first half to its second one, in bytes */
     unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
     const unsigned *mine; /* [2][RANKS] the newest round that each peer has signalled, and has offered */
@@ -86,10 +82,15 @@ typedef struct {
     int divide;
     int parts;
     unsigned tiles; /* 0: nothing to copy */
+    unsigned sent; /* how many of them are sent; what the others receive is copied behind the wait */
+    unsigned lanes; /* runs of tiles, one for each peer, that are copied side by side */
     unsigned short mode, tensors;
     spar_kernel_sync *sync; /* 0: no round */
     unsigned long long limit_ns; /* of a wait; 0: none */
-    unsigned offer[SPAR_KERNEL_TENSORS]; /* places, or SPAR_KERNEL_IMAGE */
+    unsigned *mark; /* in host memory: receives the number of the call that ends with this launch; 0: none */
+    unsigned number, unused;
+    unsigned offer[SPAR_KERNEL_TENSORS]; /* places */
+    unsigned last[SPAR_KERNEL_TENSORS]; /* the last place that a peer may offer */
     spar_kernel_part part[SPAR_KERNEL_PARTS];
     spar_kernel_loop loop[SPAR_KERNEL_LOOPS];
 } spar_kernel_copy;
@@ -121,6 +122,18 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned *from)
     unsigned value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
+}
+
+__device__ __forceinline__ unsigned load_relaxed(const unsigned *from)
+{
+    unsigned value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void pause()
+{
+    asm volatile("nanosleep.u32 40;");
 }
 
 __device__ __forceinline__ void store_release(unsigned *to, unsigned value)
@@ -306,13 +319,20 @@ __device__ __forceinline__ unsigned long long shift_of(const spar_kernel_sync &s
     return s.rounds % 2 ? s.half : 0;
 }
 
-template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spar_kernel_copy &c)
+/* Copies tiles low to high. The grid takes them from all lanes by turns, so that it writes to all peers at
+ * once. */
+template <int WIDTH, class SCALE>
+__device__ __forceinline__ void copy(const spar_kernel_copy &c, unsigned low, unsigned high)
 {
     constexpr unsigned TILE = SPAR_KERNEL_UNITS * SPAR_KERNEL_THREADS * WIDTH;
     const SCALE scale(c);
     const unsigned long long shift = c.sync ? shift_of(*c.sync) : 0;
+    const unsigned lane = (high - low + c.lanes - 1) / c.lanes;
     _Pragma("unroll 1")
-    for (unsigned tile = blockIdx.x; tile < c.tiles; tile += gridDim.x) {
+    for (unsigned turn = blockIdx.x; turn < lane * c.lanes; turn += gridDim.x) {
+        const unsigned tile = low + turn % c.lanes * lane + turn / c.lanes;
+        if (tile >= high)
+            continue;
         const spar_kernel_part &part = c.part[part_of(c, tile)];
         const unsigned x = part.low + (tile - part.tile) * TILE + threadIdx.x * WIDTH;
         if (x < part.high)
@@ -322,21 +342,20 @@ template <int WIDTH, class SCALE> __device__ __forceinline__ void copy(const spa
 
 /* The parts of a launch of a round, for each thread of a CTA, with a barrier between each two. */
 
-/* Whether this CTA is the first one of its launch to be here. */
-__device__ __forceinline__ int is_first(const spar_kernel_copy &c)
+__device__ __forceinline__ int has_failed(const spar_kernel_copy &c)
 {
-    return threadIdx.x == 0 && count_to(&c.sync->begun, gridDim.x - 1) == 0;
+    return load_acquire(&c.sync->failed) != 0;
 }
 
 __device__ __forceinline__ void offer(const spar_kernel_copy &c)
 {
     spar_kernel_sync &s = *c.sync;
-    if (load_acquire(&s.failed) || threadIdx.x >= s.world || threadIdx.x == s.rank)
+    if (threadIdx.x >= s.world || threadIdx.x == s.rank)
         return;
     unsigned *places = reach(s.offers[threadIdx.x]);
     _Pragma("unroll 1")
     for (unsigned t = 0; t < c.tensors; t++)
-        places[t] = c.offer[t] == unsigned(SPAR_KERNEL_IMAGE) ? unsigned(shift_of(s) / 16) : c.offer[t];
+        places[t] = c.offer[t];
     store_release(s.theirs[threadIdx.x] + SPAR_KERNEL_RANKS, s.rounds + 1);
 }
 
@@ -347,7 +366,7 @@ __device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
     unsigned bad = 0;
     _Pragma("unroll 1")
     for (unsigned t = 0; t < c.tensors; t++)
-        bad |= reach(s.places)[threadIdx.x * SPAR_KERNEL_TENSORS + t] > s.last;
+        bad |= reach(s.places)[threadIdx.x * SPAR_KERNEL_TENSORS + t] > c.last[t];
     if (bad) {
         store_release(s.stop, SPAR_KERNEL_BAD_OFFER + threadIdx.x);
         store_release(&s.failed, 1);
@@ -355,20 +374,19 @@ __device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
     return int(bad);
 }
 
-/* Waits for the peers' signals or offers; returns whether a wait has ended early, now or before. */
-__device__ __forceinline__ int await_peers(const spar_kernel_copy &c)
+/* Waits for the peers' words from `words` on, of this round; returns whether the wait has ended early. */
+__device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words)
 {
     spar_kernel_sync &s = *c.sync;
-    const unsigned round = s.rounds + 1, direct = c.mode & SPAR_KERNEL_DIRECT;
-    const unsigned *word = s.mine + threadIdx.x + (direct ? SPAR_KERNEL_RANKS : 0);
-    if (load_acquire(&s.failed))
-        return 1;
-    if (!(direct || c.mode & SPAR_KERNEL_WAITS) || threadIdx.x >= s.world || threadIdx.x == s.rank)
+    const unsigned round = s.rounds + 1;
+    const unsigned *word = words + threadIdx.x;
+    if (threadIdx.x >= s.world || threadIdx.x == s.rank)
         return 0;
     const unsigned long long begin = now_ns();
     _Pragma("unroll 1")
-    for (unsigned polls = 1; int(load_acquire(word) - round) < 0; polls++) {
-        if (polls % 128) /* the host's memory is far */
+    for (unsigned polls = 1; int(load_relaxed(word) - round) < 0; polls++) {
+        pause();
+        if (polls % 64) /* the host's memory is far */
             continue;
         const bool late = c.limit_ns && now_ns() - begin > c.limit_ns;
         if (!late && !load_acquire(s.stop))
@@ -378,7 +396,15 @@ __device__ __forceinline__ int await_peers(const spar_kernel_copy &c)
         store_release(&s.failed, 1);
         return 1;
     }
-    return direct && is_bad(c);
+    load_acquire(word);
+    return 0;
+}
+
+__device__ __forceinline__ int await_offers(const spar_kernel_copy &c)
+{
+    if (await_peers(c, c.sync->mine + SPAR_KERNEL_RANKS))
+        return 1;
+    return threadIdx.x < c.sync->world && threadIdx.x != c.sync->rank && is_bad(c);
 }
 
 /* After a CTA's copies: whether it is the last one of its launch to be here. */
@@ -387,29 +413,70 @@ __device__ __forceinline__ int is_last(const spar_kernel_copy &c)
     return threadIdx.x == 0 && count_to(&c.sync->ctas, gridDim.x - 1) == gridDim.x - 1;
 }
 
-__device__ __forceinline__ void end_launch(const spar_kernel_copy &c)
+__device__ __forceinline__ void signal(const spar_kernel_copy &c)
 {
     spar_kernel_sync &s = *c.sync;
-    const unsigned round = s.rounds + 1;
-    if (c.mode & SPAR_KERNEL_SIGNALS && threadIdx.x < s.world && threadIdx.x != s.rank)
-        store_release(s.theirs[threadIdx.x], round);
-    if (c.mode & SPAR_KERNEL_ENDS && threadIdx.x == 0)
-        s.rounds = round;
+    if (threadIdx.x < s.world && threadIdx.x != s.rank)
+        store_release(s.theirs[threadIdx.x], s.rounds + 1);
+}
+
+/* Also where a wait ended early: what follows the call's last launch neither waits nor copies. */
+__device__ __forceinline__ void mark_end(const spar_kernel_copy &c)
+{
+    if (c.mark && threadIdx.x == 0)
+        store_release(c.mark, c.number);
+}
+
+__device__ __forceinline__ void end_round(const spar_kernel_copy &c)
+{
+    if (threadIdx.x == 0)
+        c.sync->rounds++;
+    mark_end(c);
 }
 )
 
 SPAR_PTX(
+/* Each returns whether no wait has ended early. */
+__device__ __forceinline__ bool begin_round(const spar_kernel_copy &c)
+{
+    if (__syncthreads_or(has_failed(c)))
+        return false;
+    if (!(c.mode & SPAR_KERNEL_OFFERS))
+        return true;
+    offer(c);
+    return !__syncthreads_or(await_offers(c));
+}
+
+__device__ __forceinline__ bool pass_on(const spar_kernel_copy &c)
+{
+    if (c.mode & SPAR_KERNEL_SIGNALS) {
+        __syncthreads();
+        if (__syncthreads_or(is_last(c)))
+            signal(c);
+    }
+    return !(c.mode & SPAR_KERNEL_WAITS && __syncthreads_or(await_peers(c, c.sync->mine)));
+}
+
+__device__ __forceinline__ bool finish_round(const spar_kernel_copy &c)
+{
+    if (c.mode & SPAR_KERNEL_ENDS) {
+        __syncthreads();
+        if (__syncthreads_or(is_last(c)))
+            end_round(c);
+    }
+    return true;
+}
+
 template <int WIDTH, class SCALE> __device__ __forceinline__ void run(const spar_kernel_copy &c)
 {
-    if (c.mode & SPAR_KERNEL_OFFERS && __syncthreads_or(is_first(c)))
-        offer(c);
-    if (c.sync && __syncthreads_or(await_peers(c)))
-        return;
-    copy<WIDTH, SCALE>(c);
-    if (!c.sync)
-        return;
-    __syncthreads();
-    if (__syncthreads_or(is_last(c)))
-        end_launch(c);
+    bool goes_on = !c.sync || begin_round(c);
+    _Pragma("unroll 1")
+    for (int receives = 0; goes_on && receives < 2; receives++) {
+        copy<WIDTH, SCALE>(c, receives ? c.sent : 0, receives ? c.tiles : c.sent);
+        if (c.sync)
+            goes_on = receives ? finish_round(c) : pass_on(c);
+    }
+    if (!goes_on)
+        mark_end(c);
 }
 )

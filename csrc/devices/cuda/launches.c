@@ -143,11 +143,15 @@ static spar_status add_piece(spar_launches *l, piece p, int64_t low, int64_t hig
     return SPAR_OK;
 }
 
-int64_t spar_image_at(const spar_plan *plan, int rank, int tensor)
+int64_t spar_image_at(const spar_plan *plan, int tensor)
 {
     int64_t at = 0;
-    for (int t = 0; t < tensor; t++)
-        at += (plan->tensors[t].rank_bytes[rank] + 255) / 256 * 256;
+    for (int t = 0; t < tensor; t++) {
+        int64_t most = 0;
+        for (int rank = 0; rank < plan->world; rank++)
+            most = plan->tensors[t].rank_bytes[rank] > most ? plan->tensors[t].rank_bytes[rank] : most;
+        at += (most + 255) / 256 * 256;
+    }
     return at;
 }
 
@@ -157,7 +161,7 @@ static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar
                              int64_t start, int64_t low, int64_t high)
 {
     static const unsigned char slots[] = {0, SPAR_KERNEL_PEER_SLOT, SPAR_KERNEL_OWN_SLOT,
-                                          SPAR_KERNEL_PEER_OUTPUT, SPAR_KERNEL_OWN_SLOT};
+                                          SPAR_KERNEL_PEER_OUTPUT, 0};
     spar_dim dims[SPAR_MAX_DIMS];
     piece p = {.run = block->run, .ndim = block->ndim, .dims = plan->dims + block->dims};
     uintptr_t wire = (uintptr_t)span->wire + (uintptr_t)(start - span->low), dst = (uintptr_t)block->dst;
@@ -169,8 +173,7 @@ static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar
     if (span->route == SPAR_PACK)
         p.to = wire;
     else if (span->route == SPAR_DIRECT)
-        p.to = (uintptr_t)SPAR_KERNEL_TO(span->peer, block->tensor) + dst +
-               (uintptr_t)spar_image_at(plan, span->peer, block->tensor);
+        p.to = (uintptr_t)SPAR_KERNEL_TO(span->peer, block->tensor) + dst;
     else
         p.to = (uintptr_t)outputs[block->tensor] + dst;
     if (from_wire || span->route == SPAR_PACK) {
@@ -178,7 +181,7 @@ static spar_status add_block(spar_launches *l, const spar_plan *plan, const spar
         p.dims = dims;
     }
     if (span->route == SPAR_IMAGE) { /* it has the output's layout */
-        p.from = (uintptr_t)span->wire + (uintptr_t)spar_image_at(plan, plan->rank, block->tensor) + dst;
+        p.from = (uintptr_t)span->wire + (uintptr_t)spar_image_at(plan, block->tensor) + dst;
         for (int i = 0; i < p.ndim; i++)
             dims[i].src = dims[i].dst;
     }

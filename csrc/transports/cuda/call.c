@@ -59,8 +59,9 @@ static spar_status fail_alone(spar_gpu_state *s, uint64_t n, const spar_call *ca
 /* Makes call n, which the watchdog has begun. */
 static spar_status make_call(spar_gpu_state *s, uint64_t n, const spar_call *call, int captured)
 {
+    uint32_t *mark = s->mover->marks ? spar_watchdog_mark(s->watchdog) : NULL;
     SPAR_TRY(publish(s, n, call));
-    spar_status status = s->mover->run(s, call, captured);
+    spar_status status = s->mover->run(s, call, captured, mark);
     spar_status reason = status == SPAR_OK ? SPAR_OK : spar_watchdog_check(s->watchdog);
     return reason == SPAR_OK ? status : reason; /* NCCL fails if the watchdog broke during the call */
 }
@@ -77,7 +78,8 @@ static spar_status enqueue(spar_gpu_state *s, const spar_call *call)
     status = make_call(s, n, call, captured);
     if (status != SPAR_OK) /* the peers wait for bytes that this rank will not send */
         spar_watchdog_break(s->watchdog, status);
-    spar_status ended = spar_watchdog_end(s->watchdog, call->stream);
+    int is_marked = status == SPAR_OK && s->mover->marks;
+    spar_status ended = spar_watchdog_end(s->watchdog, call->stream, is_marked);
     return status != SPAR_OK ? status : ended;
 }
 

@@ -85,7 +85,7 @@ spar_status spar_gpu_connect(spar_comm *comm, const spar_setup_result *results, 
     SPAR_TRY(spar_cuda_enter(s->ordinal, &before));
     spar_watchdog_target what = {
         .ordinal = s->ordinal, .ring = s->ring, .release = spar_gpu_release, .context = s};
-    spar_status status = connect(comm, deadline, &what);
+    spar_status status = connect(comm, results, deadline, &what);
     if (status == SPAR_OK)
         status = spar_watchdog_open(&what, &s->watchdog);
     spar_cuda_leave(&before);

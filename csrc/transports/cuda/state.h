@@ -15,10 +15,12 @@ typedef struct spar_gpu_state spar_gpu_state;
 typedef struct {
     /* Fails if it cannot make the call; *captured: whether that is captured. */
     spar_status (*check)(const spar_gpu_state *state, const spar_call *call, int *captured);
-    /* One exchange, into the call's stream, after spar_watchdog_order. */
-    spar_status (*run)(spar_gpu_state *state, const spar_call *call, int captured);
+    /* One exchange, into the call's stream, after spar_watchdog_order. mark: NULL, or receives the call's
+     * number, state->calls, when it has ended; see marks. */
+    spar_status (*run)(spar_gpu_state *state, const spar_call *call, int captured, uint32_t *mark);
     /* Frees what the transport's set-up made, in whole or in part. */
     void (*close)(spar_gpu_state *state);
+    int marks; /* whether its kernels write the mark */
 } spar_gpu_mover;
 
 /* The first field of a transport's own state. */
@@ -43,8 +45,8 @@ spar_status spar_gpu_setup(spar_comm *comm, const spar_gpu_mover *mover, size_t 
                            spar_setup_result *result);
 
 /* The transport's own part of the second stage. Adds to the target what it has of it. */
-typedef spar_status (*spar_gpu_connecting)(spar_comm *comm, const spar_deadline *deadline,
-                                           spar_watchdog_target *what);
+typedef spar_status (*spar_gpu_connecting)(spar_comm *comm, const spar_setup_result *results,
+                                           const spar_deadline *deadline, spar_watchdog_target *what);
 
 /* Second set-up stage: connects the ring on all ranks or drops it, calls `connect` with the device entered,
  * and opens the watchdog. */

@@ -354,17 +354,25 @@ spar_status spar_watchdog_begin(spar_watchdog *w, uint64_t n, const spar_deadlin
     return status;
 }
 
-/* Marks the end of the call in its stream. The mark of a later call on another stream waits for this one. */
-static spar_status mark_end(const spar_watchdog *w, void *stream)
+uint32_t *spar_watchdog_mark(const spar_watchdog *w)
 {
-    SPAR_TRY_CU(StreamWriteValue32, stream, (CUdeviceptr)(uintptr_t)w->ended, (uint32_t)w->call, 0);
+    return w->capturing ? NULL : w->ended;
+}
+
+/* Marks the end of the call in its stream. A later call on another stream waits for the event. */
+static spar_status mark_end(const spar_watchdog *w, void *stream, int is_marked)
+{
+    CUdeviceptr ended = (CUdeviceptr)(uintptr_t)w->ended;
+    if (!is_marked)
+        SPAR_TRY_CU(StreamWriteValue32, stream, ended, (uint32_t)w->call, 0);
     SPAR_TRY_CU(EventRecord, w->last, stream);
     return SPAR_OK;
 }
 
-spar_status spar_watchdog_end(spar_watchdog *w, void *stream)
+spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int is_marked)
 {
-    spar_status status = w->capturing ? SPAR_OK : mark_end(w, stream); /* may wait for room in a queue */
+    /* It may wait for room in a queue. */
+    spar_status status = w->capturing ? SPAR_OK : mark_end(w, stream, is_marked);
     pthread_mutex_lock(&all.lock);
     if (!w->capturing) { /* without its mark, it never ends */
         w->stream = stream;

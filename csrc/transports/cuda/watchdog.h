@@ -6,9 +6,9 @@
  * failure breaks the watchdog for good: an own communicator is aborted, so that its kernels end and the
  * stream continues, and the next call raises. Graph replays are not watched.
  *
- * The streams write the numbers of calls that have ended to page-locked memory. So the thread asks no
- * function of the driver: such a function may wait for a launch that waits for room in a queue, which only
- * the abort makes. */
+ * The streams, or their kernels, write the numbers of calls that have ended to page-locked memory. So the
+ * thread asks no function of the driver: such a function may wait for a launch that waits for room in a
+ * queue, which only the abort makes. */
 #ifndef SPAR_WATCHDOG_H
 #define SPAR_WATCHDOG_H
 
@@ -46,8 +46,13 @@ spar_status spar_watchdog_check(spar_watchdog *watchdog);
 spar_status spar_watchdog_begin(spar_watchdog *watchdog, uint64_t n, const spar_deadline *deadline,
                                 int captured);
 
-/* Ends the call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured. */
-spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream);
+/* Where a kernel of the begun call may write the call's number, in its 32 low bits, when the call has ended;
+ * NULL: it is captured. */
+uint32_t *spar_watchdog_mark(const spar_watchdog *watchdog);
+
+/* Ends the call, which is in `stream`, whole or in part: it is watched from now on, unless it is captured.
+ * is_marked: a kernel marks its end; else the stream does. */
+spar_status spar_watchdog_end(spar_watchdog *watchdog, void *stream, int is_marked);
 
 /* Breaks the watchdog with the last error, after a call that failed. The first reason stays. */
 void spar_watchdog_break(spar_watchdog *watchdog, spar_status status);

@@ -34,8 +34,9 @@ static spar_status check(const spar_gpu_state *gpu, const spar_call *call, int *
     return s->pipeline.prepared == call ? SPAR_OK : spar_fail(SPAR_INTERNAL, "a call that was not prepared");
 }
 
-static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured)
+static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured, uint32_t *mark)
 {
+    (void)mark; /* NCCL's kernels do not write it */
     spar_nccl_state *s = (spar_nccl_state *)gpu;
     struct ncclComm *comm = s->own ? s->own : call->native;
     (void)captured; /* the pipeline knows */
@@ -53,7 +54,7 @@ static void close_pipeline(spar_gpu_state *gpu)
     pthread_cond_destroy(&s->connected);
 }
 
-static const spar_gpu_mover mover = {check, run, close_pipeline};
+static const spar_gpu_mover mover = {check, run, close_pipeline, .marks = 0};
 
 static spar_status prepare(spar_comm *comm, const spar_call *call, int64_t *bytes)
 {

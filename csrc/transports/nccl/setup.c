@@ -204,8 +204,10 @@ static void revoke_communicator(void *comm)
     spar_nccl.CommRevoke(comm, 0);
 }
 
-static spar_status connect(spar_comm *comm, const spar_deadline *deadline, spar_watchdog_target *what)
+static spar_status connect(spar_comm *comm, const spar_setup_result *results, const spar_deadline *deadline,
+                           spar_watchdog_target *what)
 {
+    (void)results; /* the id is kept by now */
     const spar_nccl_state *s = comm->state;
     SPAR_TRY(connect_communicator(comm, deadline));
     what->comm = s->own;

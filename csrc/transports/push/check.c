@@ -75,14 +75,12 @@ static spar_status prepare(check *c)
         c->host[i] = word(c, i / count, p->rank, i % count / c->words, i % c->words);
     SPAR_TRY(spar_driver_write(memory, c->host, 2 * ROUNDS * c->bytes));
     for (int round = 0; round < ROUNDS; round++) {
-        uintptr_t mapped = ((uintptr_t)p->bases[p->rank] + (uintptr_t)p->half + 511) / 512 * 512;
-        mapped += (uintptr_t)round * c->bytes;
+        char *mapped = p->bases[p->rank] + p->heap + p->room + (size_t)round * c->bytes;
         c->outputs[round] = c->memory + (size_t)(ROUNDS + round) * c->bytes;
-        if (kind_of(round) <= IMAGED || !p->outputs ||
-            !spar_outputs_have(p->outputs, (void *)mapped, (int64_t)c->bytes))
+        if (kind_of(round) <= IMAGED || !spar_outputs_have(p->outputs, mapped, (int64_t)c->bytes))
             continue;
-        c->outputs[round] = (char *)mapped;
-        SPAR_TRY(spar_driver_write((CUdeviceptr)mapped, zeros, c->bytes));
+        c->outputs[round] = mapped;
+        SPAR_TRY(spar_driver_write((CUdeviceptr)(uintptr_t)mapped, zeros, c->bytes));
     }
     return SPAR_OK;
 }
@@ -102,7 +100,7 @@ static spar_status enqueue(check *c, const spar_deadline *deadline)
                                 .stream = c->stream,
                                 .deadline = *deadline};
         c->push->least = kind_of(round) == PACKED ? INT64_MAX : 0;
-        status = spar_push_run(c->push, &call, 0);
+        status = spar_push_run(c->push, &call, 0, NULL, 0);
     }
     c->push->least = least;
     return status;

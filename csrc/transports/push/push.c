@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Push: ranks of one host write to each other's GPUs. rounds.c moves the bytes, check.c makes the first
- * exchanges. */
+/* Push: ranks of one host write to each other's GPUs. memory.c maps the slots, rounds.c moves the bytes, check.c
+ * makes the first exchanges. */
 #include "transports/push/push.h"
 
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
 #include "transports/cuda/state.h"
+#include "transports/push/memory.h"
 #include "transports/rendezvous.h"
 
 #include <stddef.h>
 #include <stdio.h>
+#include <string.h>
 
 typedef struct {
     spar_gpu_state gpu;
+    spar_push_terms terms;
+    spar_push_memory *memory;
     spar_push_state *push; /* NULL: not connected */
 } state;
 
@@ -23,7 +27,7 @@ static spar_outputs *outputs_for(const spar_comm *comm, const spar_call *call)
     const state *s = comm->state;
     uint64_t capture = 0;
     spar_entered before;
-    if (!s->push || !s->push->outputs || !spar_push_is_direct(s->push, call->plan) ||
+    if (!s->push || !spar_push_is_direct(s->push, call->plan) ||
         spar_cuda_enter(s->gpu.ordinal, &before) != SPAR_OK)
         return NULL;
     spar_status status = spar_driver_capture(call->stream, &capture);
@@ -41,33 +45,82 @@ static spar_status check(const spar_gpu_state *gpu, const spar_call *call, int *
     return SPAR_OK;
 }
 
-static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured)
+/* Lets the slots grow where the call's image has no room, or where outputs of calls before had none. */
+static spar_status make_room(state *s, const spar_call *call)
 {
+    spar_push_state *p = s->push;
+    int64_t lacks = 0, bytes = spar_push_missing(p, call->plan);
+    if (!bytes && spar_push_is_due(p, call->plan)) {
+        int lacked = spar_outputs_lacked(p->outputs);
+        SPAR_TRY(spar_push_memory_most(s->memory, s->gpu.watchdog, lacked, &lacks, &call->deadline));
+        bytes = spar_push_more(p, lacks != 0);
+    }
+    if (!bytes)
+        return SPAR_OK;
+    SPAR_TRY(spar_push_memory_grow(s->memory, s->gpu.watchdog, bytes, &call->deadline));
+    return spar_push_extend(p, spar_push_memory_bytes(s->memory), call->plan);
+}
+
+static spar_status run(spar_gpu_state *gpu, const spar_call *call, int captured, uint32_t *mark)
+{
+    state *s = (state *)gpu;
     SPAR_TRY(spar_watchdog_order(gpu->watchdog, call->stream));
-    return spar_push_run(((state *)gpu)->push, call, captured);
+    if (!captured)
+        SPAR_TRY(make_room(s, call));
+    return spar_push_run(s->push, call, captured, mark, (uint32_t)gpu->calls);
 }
 
 static void close_slots(spar_gpu_state *gpu)
 {
-    spar_push_close(((state *)gpu)->push);
+    state *s = (state *)gpu;
+    int is_kept = s->push && s->push->captured, is_open = s->push != NULL;
+    if (s->memory && !is_kept)
+        spar_push_memory_leave(s->memory);
+    spar_push_close(s->push); /* frees this rank's slot, now or when its last output is gone */
+    if (s->memory && !is_open)
+        spar_push_memory_free(s->memory);
 }
 
 /* ---- set-up ---- */
 
-static const spar_gpu_mover mover = {check, run, close_slots};
+static const spar_gpu_mover mover = {check, run, close_slots, .marks = 1};
+
+_Static_assert(sizeof(spar_push_terms) <= sizeof(((spar_setup_result *)0)->token), "a token has the terms");
 
 static spar_status setup(spar_comm *comm, spar_setup_result *result)
 {
-    if (comm->native.no_slot)
-        return spar_fail(SPAR_TRANSPORT, "%s", comm->native.no_slot);
+    spar_entered before;
     SPAR_TRY(spar_cuda_open());
-    return spar_gpu_setup(comm, &mover, sizeof(state), result);
+    SPAR_TRY(spar_gpu_setup(comm, &mover, sizeof(state), result));
+    state *s = comm->state;
+    SPAR_TRY(spar_cuda_enter(s->gpu.ordinal, &before));
+    spar_status status = spar_push_terms_read(s->gpu.ordinal, &s->terms);
+    spar_cuda_leave(&before);
+    memcpy(result->token, &s->terms, sizeof s->terms);
+    return status;
 }
 
-static spar_status open_slots(spar_comm *comm, const spar_deadline *deadline, spar_watchdog_target *what)
+static spar_status open_memory(spar_comm *comm, const spar_setup_result *results,
+                               const spar_deadline *deadline)
 {
     state *s = comm->state;
-    SPAR_TRY(spar_push_open(comm->world, comm->rank, &comm->slots, &s->push));
+    spar_push_terms terms[SPAR_KERNEL_RANKS];
+    if (!s->gpu.ring)
+        return spar_fail(SPAR_TRANSPORT, "the ranks' processes did not connect");
+    for (int rank = 0; rank < comm->world; rank++)
+        memcpy(&terms[rank], results[rank].token, sizeof terms[rank]);
+    return spar_push_memory_open(terms, comm->world, comm->rank, s->gpu.ordinal, s->gpu.group, s->gpu.ring,
+                                 deadline, &s->memory);
+}
+
+static spar_status open_slots(spar_comm *comm, const spar_setup_result *results,
+                              const spar_deadline *deadline, spar_watchdog_target *what)
+{
+    state *s = comm->state;
+    SPAR_TRY(open_memory(comm, results, deadline));
+    SPAR_TRY(spar_push_open(comm->world, comm->rank, s->gpu.ordinal, spar_push_memory_slots(s->memory),
+                            spar_push_memory_bytes(s->memory), spar_push_memory_limit(s->memory),
+                            spar_push_memory_free, s->memory, &s->push));
     what->stop = s->push->stop;
     return spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->gpu.ring);
 }

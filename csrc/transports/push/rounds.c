@@ -12,10 +12,13 @@
 static const int64_t ALIGNMENT = 256; /* of areas and of their parts: copies are fast */
 static const int64_t LATER_NS =
     1000000000; /* a kernel's limit is behind that of the watchdog, which knows why */
-static const int64_t MOST_BYTES = (int64_t)32 << 30; /* places are 32-bit numbers */
+static const int64_t MOST_HALF = 32 << 20;   /* what is packed is small, or longer than the limit allows */
 static const int64_t DIRECT_BYTES = 1 << 20; /* an estimate: to copy them takes as long as to offer them */
+static const int64_t CALLS_BETWEEN = 16; /* of the largest image: comparisons of what ranks lack, at first */
 
 _Static_assert((int)SPAR_KERNEL_TENSORS >= (int)SPAR_GROUP_TENSORS, "each has an offer");
+_Static_assert((2 + SPAR_KERNEL_TENSORS) * SPAR_KERNEL_RANKS * sizeof(uint32_t) <= SPAR_PUSH_WORDS,
+               "the words have room");
 
 static int64_t aligned(int64_t bytes)
 {
@@ -59,8 +62,8 @@ static int64_t longest_stream(const spar_plan *plan)
 /* One of a call's rounds. */
 typedef struct {
     int64_t index, count, most; /* most: bytes for a peer */
-    spar_round half;            /* it is direct if this has offers */
-    void *const *outputs;       /* what the second half copies to */
+    spar_round round;           /* it is direct if this has offers */
+    void *const *targets;       /* what the bytes that come are copied to */
 } turn;
 
 /* Adds the part of a stream that moves in this round. */
@@ -76,104 +79,169 @@ static spar_status add_span(const turn *t, spar_span *span, int *count, int64_t 
     return SPAR_OK;
 }
 
-/* Writes to the peers' slots, and copies the own part in the first round. */
-static spar_status write_to_peers(const spar_push_state *p, const spar_call *call, const turn *t)
+/* What goes to the peers, and the own part in the first round. */
+static spar_status list_sent(const spar_push_state *p, const spar_plan *plan, const turn *t, spar_span *spans,
+                             int *count)
 {
-    const spar_plan *plan = call->plan;
-    spar_span spans[SPAR_KERNEL_RANKS];
-    int count = 0;
     for (int i = 1; i < p->world; i++) { /* ranks start with different peers */
         int peer = (p->rank + i) % p->world;
-        spans[count] = (spar_span){.peer = peer, .route = SPAR_PACK, .wire = area_of(p, p->rank, peer)};
-        if (t->half.offers)
-            spans[count] = (spar_span){.peer = peer, .route = SPAR_DIRECT};
-        SPAR_TRY(add_span(t, &spans[count], &count, plan->push[peer].bytes));
+        spans[*count] = (spar_span){.peer = peer, .route = SPAR_PACK, .wire = area_of(p, p->rank, peer)};
+        if (t->round.offers)
+            spans[*count] = (spar_span){.peer = peer, .route = SPAR_DIRECT};
+        SPAR_TRY(add_span(t, &spans[*count], count, plan->push[peer].bytes));
     }
     int64_t own = t->index == 0 ? plan->push[p->rank].bytes : 0;
-    spans[count] = (spar_span){.peer = p->rank, .route = SPAR_PUSH, .high = own};
-    count += own > 0;
-    return spar_cuda_copy_round(plan, spans, count, call->inputs, call->outputs, &call->scale, &t->half,
-                                call->stream);
+    spans[*count] = (spar_span){.peer = p->rank, .route = SPAR_PUSH, .high = own};
+    *count += own > 0;
+    return SPAR_OK;
 }
 
-/* Waits for the peers, and copies what they wrote to the slot. */
-static spar_status empty_slot(const spar_push_state *p, const spar_call *call, const turn *t)
+/* What the peers wrote to the slot, and is copied from there. */
+static spar_status list_received(const spar_push_state *p, const spar_plan *plan, const turn *t,
+                                 spar_span *spans, int *count)
 {
-    static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    spar_round half = {.sync = p->sync, .second = 1, .limit_ns = t->half.limit_ns};
-    spar_span spans[SPAR_KERNEL_RANKS];
-    int count = 0;
-    for (int i = 1; i < p->world; i++) {
+    for (int i = 1; i < p->world && t->targets; i++) {
         int peer = (p->rank - i + p->world) % p->world;
-        spans[count] = (spar_span){.peer = peer, .route = SPAR_UNPACK, .wire = area_of(p, peer, p->rank)};
-        if (t->half.offers)
-            spans[count] = (spar_span){.peer = peer, .route = SPAR_IMAGE, .wire = p->bases[p->rank]};
-        SPAR_TRY(add_span(t, &spans[count], &count, call->plan->pull[peer].bytes));
+        spans[*count] = (spar_span){.peer = peer, .route = SPAR_UNPACK, .wire = area_of(p, peer, p->rank)};
+        if (t->round.offers)
+            spans[*count] =
+                (spar_span){.peer = peer, .route = SPAR_IMAGE, .wire = p->bases[p->rank] + p->image_at};
+        SPAR_TRY(add_span(t, &spans[*count], count, plan->pull[peer].bytes));
     }
-    return spar_cuda_copy_round(call->plan, spans, count, call->inputs, t->outputs, &unscaled, &half,
-                                call->stream);
+    return SPAR_OK;
 }
 
-/* ---- direct rounds ---- */
+static spar_status run_round(const spar_push_state *p, const spar_call *call, const turn *t)
+{
+    spar_span sent[SPAR_KERNEL_RANKS], received[SPAR_KERNEL_RANKS];
+    int nsent = 0, nreceived = 0;
+    SPAR_TRY(list_sent(p, call->plan, t, sent, &nsent));
+    SPAR_TRY(list_received(p, call->plan, t, received, &nreceived));
+    return spar_cuda_copy_round(call->plan, sent, nsent, received, nreceived, call->inputs, call->outputs,
+                                t->targets, &call->scale, &t->round, call->stream);
+}
+
+/* ---- direct calls ---- */
+
+static int64_t image_of(const spar_plan *plan)
+{
+    return spar_image_at(plan, plan->ntensors);
+}
 
 int spar_push_is_direct(const spar_push_state *p, const spar_plan *plan)
 {
-    int64_t most = 0;
-    for (int rank = 0; rank < p->world; rank++) {
-        int64_t bytes = spar_image_at(plan, rank, plan->ntensors);
-        most = bytes > most ? bytes : most;
-    }
-    return most >= p->least && most <= p->half;
+    int64_t bytes = image_of(plan);
+    return bytes >= p->least && bytes <= p->room;
 }
 
-/* Fills offers and images [ntensors]: an output that peers cannot write to has an image, and no other has
- * one. A graph's outputs have images: what lies elsewhere when it is replayed is not the graph's. */
-static void make_offers(const spar_push_state *p, const spar_call *call, int captured, uint32_t *offers,
-                        void **images)
+int64_t spar_push_missing(const spar_push_state *p, const spar_plan *plan)
+{
+    int64_t image = image_of(plan), left = p->limit - p->bytes, room = p->room ? p->room : p->half;
+    if (image < p->least || image <= p->room || image > left || p->captured)
+        return 0; /* graphs have the image's place */
+    while (room < image)
+        room *= 2;
+    return 2 * room <= left ? 2 * room : left; /* as much for the outputs */
+}
+
+int spar_push_is_due(spar_push_state *p, const spar_plan *plan)
+{
+    if (!spar_push_is_direct(p, plan) || p->bytes == p->limit)
+        return 0;
+    p->traffic += image_of(plan);
+    return p->traffic >= p->next;
+}
+
+int64_t spar_push_more(spar_push_state *p, int lacks)
+{
+    int64_t left = p->limit - p->bytes, more = p->bytes - p->heap;
+    p->next = lacks ? p->traffic + CALLS_BETWEEN * p->room : 2 * p->traffic;
+    return !lacks ? 0 : more < left ? more : left;
+}
+
+spar_status spar_push_extend(spar_push_state *p, int64_t bytes, const spar_plan *plan)
+{
+    int64_t before = p->bytes, image = image_of(plan);
+    if (bytes <= before) {
+        p->limit = before;
+        return SPAR_OK;
+    }
+    p->bytes = bytes;
+    spar_outputs_extend(p->outputs, bytes - p->heap);
+    if (image <= p->room)
+        return SPAR_OK;
+    int64_t room = aligned((bytes - before) / 2), at = aligned(before + ALIGNMENT - 1);
+    room = room >= image ? room : aligned(bytes - at);
+    SPAR_TRY(spar_outputs_keep(p->outputs, at - p->heap, room));
+    p->image_at = at;
+    p->room = room;
+    return SPAR_OK;
+}
+
+/* Fills offers, last and images [ntensors]; returns how many outputs peers cannot write to. Those have an
+ * image, and no others. A graph's outputs have: what lies elsewhere when it is replayed is not the graph's. */
+static int make_offers(const spar_push_state *p, const spar_call *call, int captured, uint32_t *offers,
+                       uint32_t *last, void **images)
 {
     const spar_plan *plan = call->plan;
+    int count = 0;
     for (int t = 0; t < plan->ntensors; t++) {
         const char *output = call->outputs[t];
-        int is_mapped =
-            !captured && p->outputs && spar_outputs_have(p->outputs, output, plan->tensors[t].out_bytes);
-        int64_t place = is_mapped ? output - p->bases[p->rank] - spar_image_at(plan, p->rank, t) : 1;
-        offers[t] = place % 16 ? (uint32_t)SPAR_KERNEL_IMAGE : (uint32_t)(place / 16);
-        images[t] = place % 16 ? call->outputs[t] : NULL;
+        int64_t at = spar_image_at(plan, t), most = spar_image_at(plan, t + 1) - at;
+        int64_t place = output - p->bases[p->rank], end = p->bytes - most;
+        int is_mapped = !captured && spar_outputs_have(p->outputs, output, plan->tensors[t].out_bytes) &&
+                        place % 16 == 0 && place <= end;
+        offers[t] = (uint32_t)((is_mapped ? place : p->image_at + at) / 16);
+        last[t] = (uint32_t)(end / 16);
+        images[t] = is_mapped ? NULL : call->outputs[t];
+        count += !is_mapped;
     }
+    return count;
 }
 
 /* ---- calls ---- */
 
-spar_status spar_push_run(spar_push_state *p, const spar_call *call, int captured)
+spar_status spar_push_run(spar_push_state *p, const spar_call *call, int captured, uint32_t *mark,
+                          uint32_t number)
 {
-    int64_t rounds = (longest_stream(call->plan) + p->area - 1) / p->area;
     int64_t left = call->deadline.at_ns - spar_now_ns();
-    uint32_t offers[SPAR_KERNEL_TENSORS];
+    uint32_t offers[SPAR_KERNEL_TENSORS], last[SPAR_KERNEL_TENSORS];
     void *images[SPAR_KERNEL_TENSORS];
-    turn t = {
-        .count = rounds > 0 ? rounds : 1, .most = p->area, .half.sync = p->sync, .outputs = call->outputs};
+    turn t = {.count = 1,
+              .most = p->area,
+              .round = {.ordinal = p->ordinal, .sync = p->sync, .number = number},
+              .targets = call->outputs};
     if (call->deadline.at_ns)
-        t.half.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
+        t.round.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
     p->captured |= captured;
     if (spar_push_is_direct(p, call->plan)) {
-        make_offers(p, call, captured, offers, images);
-        t.count = 1;
-        t.most = p->half;
-        t.half.offers = offers;
-        t.outputs = images;
+        t.targets = make_offers(p, call, captured, offers, last, images) ? images : NULL;
+        t.most = p->room;
+        t.round.offers = offers;
+        t.round.last = last;
+    } else {
+        int64_t rounds = (longest_stream(call->plan) + p->area - 1) / p->area;
+        t.count = rounds > 0 ? rounds : 1;
     }
     for (; t.index < t.count; t.index++) {
-        SPAR_TRY(write_to_peers(p, call, &t));
-        SPAR_TRY(empty_slot(p, call, &t));
+        t.round.mark = t.index + 1 == t.count ? mark : NULL;
+        SPAR_TRY(run_round(p, call, &t));
     }
     return SPAR_OK;
 }
 
 /* ---- set-up ---- */
 
-/* Allocates `sync` and `stop`, and writes the first. */
-static spar_status upload(spar_push_state *p, const spar_slots *slots)
+/* The words of a slot: two for each rank's signals, then the offers. */
+static unsigned *words_of(const spar_push_state *p, int rank)
 {
+    return (unsigned *)(uintptr_t)(p->bases[rank] - SPAR_PUSH_WORDS);
+}
+
+/* Allocates `sync` and `stop`, and writes the first. */
+static spar_status upload(spar_push_state *p)
+{
+    enum { OFFERS = 2 * SPAR_KERNEL_RANKS };
     CUdeviceptr memory;
     void *stop;
     SPAR_TRY_CU(MemHostAlloc, &stop, sizeof *p->stop, SPAR_CU_HOST_PORTABLE | SPAR_CU_HOST_MAPPED);
@@ -183,49 +251,59 @@ static spar_status upload(spar_push_state *p, const spar_slots *slots)
     p->sync = (void *)(uintptr_t)memory;
     spar_kernel_sync sync = {.world = (unsigned)p->world,
                              .rank = (unsigned)p->rank,
-                             .last = (unsigned)(p->second / 16),
-                             .half = (unsigned long long)p->second,
+                             .half = (unsigned long long)p->half,
                              .stop = p->stop,
-                             .mine = (const unsigned *)(uintptr_t)slots->flags[p->rank],
-                             .places = (const unsigned *)(uintptr_t)slots->bases[p->rank]};
+                             .mine = words_of(p, p->rank),
+                             .places = words_of(p, p->rank) + OFFERS};
     for (int rank = 0; rank < p->world; rank++) {
-        sync.theirs[rank] = (unsigned *)(uintptr_t)slots->flags[rank] + p->rank;
-        sync.offers[rank] =
-            (unsigned *)(uintptr_t)slots->bases[rank] + (ptrdiff_t)p->rank * SPAR_KERNEL_TENSORS;
+        sync.theirs[rank] = words_of(p, rank) + p->rank;
+        sync.offers[rank] = words_of(p, rank) + OFFERS + (ptrdiff_t)p->rank * SPAR_KERNEL_TENSORS;
         sync.slots[rank] = p->bases[rank];
     }
     return spar_driver_write(memory, &sync, sizeof sync);
 }
 
-spar_status spar_push_open(int world, int rank, const spar_slots *slots, spar_push_state **push)
+/* A half takes little of the limit, since most calls are direct, but has an area for each peer. */
+static int64_t half_of(int world, int64_t limit)
 {
-    int64_t head = aligned(world * (int64_t)(SPAR_KERNEL_TENSORS * sizeof(uint32_t)) + ALIGNMENT - 1);
-    int64_t least = (world - 1) * ALIGNMENT, bytes = slots->bytes < MOST_BYTES ? slots->bytes : MOST_BYTES;
-    if (slots->none)
-        return spar_fail(SPAR_TRANSPORT, "%s", slots->none);
-    if (bytes < head + 2 * least)
+    int64_t half = limit / 16 < MOST_HALF ? limit / 16 : MOST_HALF, least = (world - 1) * ALIGNMENT;
+    return aligned(half > least ? half : least);
+}
+
+spar_status spar_push_first_bytes(int world, int64_t limit, int64_t *bytes)
+{
+    *bytes = 4 * half_of(world, limit);
+    if (*bytes > limit)
         return spar_fail(SPAR_TRANSPORT, "SPAR_PUSH_SLOT is %lld; %d ranks need at least %lld",
-                         (long long)slots->bytes, world, (long long)(head + 2 * least));
+                         (long long)limit, world, (long long)*bytes);
+    return SPAR_OK;
+}
+
+spar_status spar_push_open(int world, int rank, int ordinal, char *const *slots, int64_t bytes, int64_t limit,
+                           void (*release)(void *context), void *context, spar_push_state **push)
+{
     spar_push_state *p = calloc(1, sizeof *p);
     if (!p)
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", world);
-    p->world = world;
-    p->rank = rank;
-    p->half = aligned((bytes - head) / 4);
-    p->half = p->half > least ? p->half : least;
+    *p = (spar_push_state){.world = world, .rank = rank, .ordinal = ordinal, .bytes = bytes, .limit = limit};
+    p->half = half_of(world, limit);
     p->area = aligned(p->half / (world - 1));
-    p->second = aligned(bytes - head - p->half);
+    p->heap = p->image_at = 2 * p->half;
+    p->room = aligned((bytes - p->heap) / 2);
     p->least = p->half / 32 < DIRECT_BYTES ? p->half / 32 : DIRECT_BYTES;
+    p->next = CALLS_BETWEEN * p->room;
     for (int i = 0; i < world; i++)
-        p->bases[i] = (char *)(uintptr_t)slots->bases[i] + head;
-    spar_status status = upload(p, slots);
-    if (status == SPAR_OK && p->second > p->half)
-        status = spar_outputs_open(p->bases[rank] + p->half, p->second - p->half, &p->outputs);
+        p->bases[i] = slots[i] + SPAR_PUSH_WORDS;
+    spar_status status = upload(p);
     if (status == SPAR_OK)
-        *push = p;
-    else
+        status = spar_outputs_open(p->bases[rank] + p->heap, release, context, &p->outputs);
+    if (status != SPAR_OK) {
         spar_push_close(p);
-    return status;
+        return status;
+    }
+    spar_outputs_extend(p->outputs, bytes - p->heap);
+    *push = p;
+    return spar_outputs_keep(p->outputs, 0, p->room);
 }
 
 void spar_push_close(spar_push_state *p)
