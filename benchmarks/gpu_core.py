@@ -12,7 +12,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from helpers import core, core_abi  # type: ignore[import-not-found]
 from helpers.core_abi import Route, Scale, Span  # type: ignore[import-not-found]
 
 MIB = 1 << 20
+LEAD = 200_000  # cycles that the host gets ahead of the device
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -65,10 +67,42 @@ class Machine:
 
         return replay
 
-    def time(self, work: Callable[[], Any]) -> float:
-        """Return microseconds on the device."""
+    def new_stream(self) -> Any:
+        """Return a stream, whose handle is its `cuda_stream`."""
+        return torch.cuda.Stream()
+
+    def capture_on(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture what the work enqueues in the stream; return a function that enqueues a replay there."""
+        graph = torch.cuda.CUDAGraph()
+        # Relaxed: the work may allocate nothing, but asks the driver about other streams.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            work()
+
+        def replay() -> None:
+            with torch.cuda.stream(stream):
+                graph.replay()
+
+        return replay
+
+    def delay(self, stream: Any, cycles: int) -> None:
+        """Keep the stream busy, with one thread of the device."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+
+    def fork(self, streams: Iterable[Any]) -> None:
+        """Let the streams wait for the current one."""
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self, streams: Iterable[Any]) -> None:
+        """Let the current stream wait for the streams."""
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def time(self, work: Callable[[], Any], lead: int = LEAD) -> float:
+        """Return microseconds on the device, which begins `lead` cycles after the host."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # the host gets ahead, so that gaps between launches do not count
+        torch.cuda._sleep(lead)  # so that gaps between launches do not count
         begin.record()
         work()
         end.record()
@@ -106,21 +140,43 @@ class StandIn(Machine):
         return 64 * MIB
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
-        self.driver.call("cuStreamCreate", 2000, ctypes.byref(stream), 1)
-        self.driver.call("cuStreamBeginCapture", 10010, stream, 0)
-        self.captured = stream.value
-        work()
-        self.captured = None
-        self.driver.call("cuStreamEndCapture", 10000, stream, ctypes.byref(graph))
+        stream = self.new_stream()
+
+        def captured() -> None:
+            self.captured = stream.cuda_stream
+            work()
+            self.captured = None
+
+        enqueue = self.capture_on(stream, captured)
 
         def replay() -> None:
-            self.driver.call("cuGraphLaunch", 10000, graph, stream)
-            self.driver.call("cuStreamSynchronize", 2000, stream)
+            enqueue()
+            self.driver.call("cuStreamSynchronize", 2000, ctypes.c_void_p(stream.cuda_stream))
 
         return replay
 
-    def time(self, work: Callable[[], Any]) -> float:
+    def new_stream(self) -> Any:
+        stream = ctypes.c_void_p()
+        self.driver.call("cuStreamCreate", 2000, ctypes.byref(stream), 1)
+        return types.SimpleNamespace(cuda_stream=stream.value)
+
+    def capture_on(self, stream: Any, work: Callable[[], None]) -> Callable[[], None]:
+        handle, graph = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p()
+        self.driver.call("cuStreamBeginCapture", 10010, handle, 0)
+        work()
+        self.driver.call("cuStreamEndCapture", 10000, handle, ctypes.byref(graph))
+        return lambda: self.driver.call("cuGraphLaunch", 10000, graph, handle)
+
+    def delay(self, stream: Any, cycles: int) -> None:
+        pass
+
+    def fork(self, streams: Iterable[Any]) -> None:
+        self.synchronize()
+
+    def join(self, streams: Iterable[Any]) -> None:
+        self.synchronize()
+
+    def time(self, work: Callable[[], Any], lead: int = LEAD) -> float:
         begin = time.perf_counter()
         work()
         self.synchronize()
@@ -211,12 +267,12 @@ def whole_wires(plan: core.Plan, wire: torch.Tensor) -> list[tuple[int, int, int
     return spans
 
 
-def microseconds(ways: Ways, turns: int) -> dict[str, float]:
+def microseconds(ways: Ways, turns: int, lead: int = LEAD) -> dict[str, float]:
     """Return each way's median time on the device; the ways run in turn."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns + 3):
         for name, way in ways.items():
-            spent = machine.time(way)
+            spent = machine.time(way, lead)
             if turn >= 3:
                 times[name].append(spent)
     return {name: statistics.median(each) for name, each in times.items()}
