@@ -58,12 +58,15 @@ def classes() -> set[str]:
     }
 
 
-def made(name: str) -> nn.Module:
-    """Return a class's tiny model with random values in all parameters, also those that begin as zeros."""
+def made(name: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a class's tiny model with random values in all parameters, also those that begin as zeros.
+
+    dtype: of its parameters, instead of the case's.
+    """
     import diffusers.models.transformers as transformers
 
     case, draw = CASES[name], Draw(1)
-    model: nn.Module = getattr(transformers, name.split()[0])(**case.config).to(case.dtype)
+    model: nn.Module = getattr(transformers, name.split()[0])(**case.config).to(dtype or case.dtype)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             spread = max(1, parameter.shape[1:].numel()) ** -0.5 if parameter.dim() > 1 else 0.2
@@ -71,13 +74,13 @@ def made(name: str) -> nn.Module:
     return model
 
 
-def inputs_of(name: str) -> Inputs:
-    """Return the arguments of a class's forward, in its dtype."""
-    dtype = CASES[name].dtype
+def inputs_of(name: str, like: Tensor) -> Inputs:
+    """Return the arguments of a class's forward, in the dtype and on the device of a parameter."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.to(dtype) if value.dtype == torch.float64 else value
+            value = value.to(like.device)
+            return value.to(like.dtype) if value.dtype == torch.float64 else value
         if isinstance(value, dict):
             return {key: cast(each) for key, each in value.items()}
         return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
@@ -100,11 +103,11 @@ def trained(model: nn.Module, name: str, average: dist.ProcessGroup | None = Non
     model.zero_grad()
     torch.manual_seed(3)  # some classes draw which conditions they drop in training
     with torch.set_grad_enabled(CASES[name].has_backward):
-        found = outputs(model(**inputs_of(name)))
+        found = outputs(model(**inputs_of(name, next(model.parameters()))))
     if not CASES[name].has_backward:
         return found
     draw = Draw(2)
-    sum((x * draw(*x.shape)).sum() for x in found).backward()  # type: ignore[union-attr]
+    sum((x * draw(*x.shape).to(x.device)).sum() for x in found).backward()  # type: ignore[union-attr]
     return [*[x.detach() for x in found], *gradients(model, average)]
 
 
@@ -136,6 +139,13 @@ def tolerance(name: str) -> float:
     return 1e-10 if CASES[name].in_double else 1e-5
 
 
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Return the largest error, of the largest element or of 0.01."""
+    if not expected.numel():
+        return 0.0
+    return float((found - expected).abs().max()) / max(0.01, float(expected.abs().max()))
+
+
 def difference(model: nn.Module, name: str, found: list[Tensor], expected: list[Tensor]) -> tuple[float, str]:
     """Return the largest error of what `trained` returned, of the largest element, and where it is."""
     worst, where = 0.0, ""
@@ -144,7 +154,7 @@ def difference(model: nn.Module, name: str, found: list[Tensor], expected: list[
         parameters = [key for key, _ in model.named_parameters()]
         names[-len(parameters) :] = parameters
     for key, x, y in zip(names, found, expected, strict=True):
-        error = float((x - y).abs().max()) / max(0.01, float(y.abs().max())) if y.numel() else 0.0
+        error = error_of(x, y)
         if not error <= worst:
             worst, where = error, key
     return worst, where
