@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time packed documents and a window by spar.attention on one rank, beside aten's flash attention alone.
 
-Forward and backward, bfloat16, 32 heads and 8 key heads of 128; outputs and gradients are compared, too.
+Forward and backward, bfloat16, 32 heads and 8 key heads of 128; outputs and gradients are compared, too. The
+window also by flex_attention alone, as the last, since torch compiles it for long.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gpu_core
 import torch
+import torch._dynamo  # here: create_block_mask imports it, which fails where the stand-in has replaced ops
 import torch.distributed as dist
 from report import Report, stage
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import spar
 
@@ -42,46 +46,90 @@ def by_aten(tensors: list[Tensor], grad: Tensor, ends: Tensor, most: int, left: 
     return [x[None] for x in (out, *gradients)]
 
 
+def window_mask(total: int, device: torch.device) -> Any:
+    """Return the blocks of the window, causal, for flex_attention."""
+
+    def is_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key <= WINDOW)
+
+    return create_block_mask(is_near, None, None, total, total, device=device)
+
+
+def by_flex(attend: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor, mask: Any) -> list[Tensor]:
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in tensors]
+    y = attend(*leaves, block_mask=mask, enable_gqa=True)
+    gradients = torch.autograd.grad(y, leaves, grad.transpose(1, 2))
+    return [x.transpose(1, 2) for x in (y.detach(), *gradients)]
+
+
 def compare(report: Report, name: str, ways: gpu_core.Ways) -> None:
-    found, wanted = (way() for way in ways.values())
-    for x, y in zip(found, wanted, strict=True):
-        error = float((x.double() - y.double()).norm() / y.double().norm())
-        report.expect(error < LIMIT, f"{name}: an error of {error:.0e}")
+    """Compare each way's outputs and gradients with the first one's, and time them in turns."""
+    wanted, *others = (way() for way in ways.values())
+    for other, found in zip(list(ways)[1:], others, strict=True):
+        for x, y in zip(wanted, found, strict=True):
+            error = float((x.double() - y.double()).norm() / y.double().norm())
+            report.expect(error < LIMIT, f"{name}: an error of {error:.0e} beside {other}")
     us = gpu_core.microseconds(ways, 5)
     report.row(name, *(f"{us[way] / 1e3:.2f} ms" for way in ways))
     report.figure(f"{name}, us", us)
 
 
+def in_plain_torch(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
+    """Stand in for the compiled flex_attention, which has no backward on a CPU."""
+    from helpers import flex_standin  # type: ignore[import-not-found]
+
+    out: Tensor
+    out, _ = flex_standin.attend(q, k, v, None, block_mask, q.size(-1) ** -0.5, enable_gqa, {})
+    return out
+
+
+def time_documents(report: Report, tensors: list[Tensor], grad: Tensor, count: int) -> None:
+    ends = torch.linspace(0, grad.size(1), count + 1).int()
+    lengths = ends.diff().tolist()
+    ways: gpu_core.Ways = {
+        "spar": partial(by_spar, tensors, grad, spar.SequenceLayout.packed(lengths)),
+        "aten": partial(by_aten, tensors, grad, ends.to(grad.device), max(lengths), -1),
+    }
+    compare(report, f"{count} documents", ways)
+
+
+def time_window(report: Report, tensors: list[Tensor], grad: Tensor, attend: Callable[..., Tensor]) -> None:
+    total, name = grad.size(1), f"a window of {WINDOW}"
+    ends = torch.tensor([0, total], dtype=torch.int32, device=grad.device)
+    layout = spar.SequenceLayout.even(total)
+    ways: gpu_core.Ways = {
+        "spar": partial(by_spar, tensors, grad, layout, window=(WINDOW, 0)),
+        "aten": partial(by_aten, tensors, grad, ends, total, WINDOW),
+    }
+    compare(report, name, ways)
+    ways["flex"] = partial(by_flex, attend, tensors, grad, window_mask(total, grad.device))
+    report.table(f"{total} tokens", "spar", "aten alone", "flex_attention alone")
+    compare(report, f"{name}, beside flex", ways)
+
+
 def main() -> int:
     report, options = stage(__doc__)
     total, heads, key_heads, width, context = TOKENS, HEADS, KEY_HEADS, WIDTH, contextlib.nullcontext()
+    attend: Callable[..., Tensor] = in_plain_torch
     if options.stand_ins:
-        from helpers import flash_varlen_standin  # type: ignore[import-not-found]
+        from helpers import flash_varlen_standin
 
         gpu_core.use_stand_ins()
         total, heads, key_heads, width, context = 600, 4, 2, 16, flash_varlen_standin.installed()
     elif not gpu_core.machine.available():
         report.skip("torch has no CUDA device")
+    else:
+        attend = torch.compile(flex_attention)
     gpu_core.machine.prepare()
+    device = gpu_core.machine.device
     with context, tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         shapes = [(1, total, count, width) for count in (heads, key_heads, key_heads, heads)]
-        *tensors, grad = (
-            torch.randn(s, device=gpu_core.machine.device, dtype=torch.bfloat16) for s in shapes
-        )
+        *tensors, grad = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
         report.table(f"{total} tokens", "spar", "aten alone")
-        for count in (1, 20, 200):
-            ends = torch.linspace(0, total, count + 1).int()
-            lengths = ends.diff().tolist()
-            layout, left = spar.SequenceLayout.packed(lengths), -1
-            more: dict[str, Any] = {}
-            if count == 1:
-                left, more = WINDOW, {"window": (WINDOW, 0)}
-            ways: gpu_core.Ways = {
-                "spar": partial(by_spar, tensors, grad, layout, **more),
-                "aten": partial(by_aten, tensors, grad, ends.to(grad.device), max(lengths), left),
-            }
-            compare(report, f"{count} documents" if count > 1 else f"a window of {WINDOW}", ways)
+        for count in (20, 200):
+            time_documents(report, tensors, grad, count)
+        time_window(report, tensors, grad, attend)
         dist.destroy_process_group()
     return report.status()
 
