@@ -28,7 +28,7 @@ def write(file: Path, results: Sequence[dict[str, Any]]) -> None:
         found = result["data"].get("lines", [])
         is_well = result["status"] in ("passed", "skipped")
         if found or not is_well:
-            lines += ["", f"### {result['title']}", ""]
+            lines += ["", f"### {result['title']}", "", *source(result, facts)]
             lines += [re.sub(r"^#+", "####", line) for line in found]
         if not is_well:
             lines += ["", f"The stage {result['status']} ({result['reason']}). The end of its output:", ""]
@@ -45,6 +45,16 @@ def devices(facts: dict[str, Any]) -> str:
     if not names:
         return "No GPU"
     return ", ".join(f"{name} x {names.count(name)}" for name in dict.fromkeys(names))
+
+
+def source(result: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Return what a stage's figures were found on: a part of the page may be quoted alone."""
+    if result["stage"] == "facts" or not facts:
+        return []
+    kernel = re.search(r"\d+\.\d+(\.\d+)*", facts.get("machine", {}).get("kernel driver", ""))
+    torch = facts.get("libraries", {}).get("torch", "unknown")
+    driver = kernel[0] if kernel else "unknown"
+    return [f"On {devices(facts)}, driver {driver}, torch {torch}:", ""]
 
 
 def versions(facts: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import core_abi, standins, workers
 from helpers.headers import check_declarations, packaged
 
@@ -77,19 +79,22 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in standins.environment(built_driver(), OMP_NUM_THREADS="1").items():
         monkeypatch.setenv(name, value)
     over = {"check", "kernels", "documents", "loop", "push", "host", "p2p"}
+    over |= {"concurrent", "kill_peer", "overlap", "view_host"}
+    more = dict.fromkeys(over, ("--stand-ins",)) | {"diffusion": ("--device", "cpu")}
     stages = [
-        dataclasses.replace(stage, arguments=(*stage.arguments, "--stand-ins"))
-        if stage.name in over
-        else stage
+        dataclasses.replace(stage, arguments=(*stage.arguments, *more.get(stage.name, ())))
         for stage in STAGES
     ]
     # not shutil.which: builds in the background would find no compiler
     monkeypatch.setattr(bring_up, "shutil", types.SimpleNamespace(which=lambda name: None))
-    status = bring_up.run(stages, tmp_path, 4, built_kit())
+    status = bring_up.run(stages, tmp_path, 6, built_kit())
     found = results(tmp_path)
     page = (tmp_path / "page.md").read_text()
     statuses = {name: result["status"] for name, result in found.items()}
     skipped = {"sanitizer", "ranks", "legacy", "gloo", "attention", "flex", "models", "lifetime"}
+    if not importlib.util.find_spec("diffusers"):  # make test-models installs it
+        skipped.add("diffusion")
+        assert found["diffusion"]["reason"] == "gpu_diffusion: the package diffusers is not installed"
     expected = {stage.name: "skipped" if stage.name in skipped else "passed" for stage in STAGES}
     assert statuses == expected, page
     assert status == 0
@@ -98,6 +103,9 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
         assert "no CUDA device" in found[name]["reason"]
     assert "no backend nccl-legacy" in found["legacy"]["reason"]
     assert page.startswith("## stand-in 0 x 1, ")
+    card = rf"On stand-in 0 x 1, driver unknown, torch {re.escape(torch.__version__)}:"
+    headings = re.findall(r"^### (.+)\n\n(.+)", page, re.M)
+    assert len(headings) > 10 and all(re.fullmatch(card, line) for _, line in headings[1:]), headings
     for stage in STAGES:
         assert f"| {stage.name}: {stage.title} | {expected[stage.name]} |" in page
     handshake = found["p2p"]["data"]["figures"]["device memory of two processes"]
@@ -107,6 +115,15 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
         "a window of 512",
         "20 documents",
         "200 documents",
+    }
+    concurrent = found["concurrent"]["data"]["figures"]
+    assert [concurrent[name]["wrong"] for name in concurrent if name.endswith(" KiB")] == [0, 0, 0]
+    assert {"us, 4 ranks, 0.5 MiB", "us in graphs, 4 ranks", "crowd"} < set(concurrent)
+    assert concurrent["absent"]["failures"]["0"].startswith("TIMEOUT: "), concurrent["absent"]
+    assert set(found["overlap"]["data"]["figures"]) == {"ms, math, 2 KiB", "ms, math, 128 KiB"}
+    assert found["kill_peer"]["data"]["lines"][0].startswith("PeerLostError ")
+    assert set(found["view_host"]["data"]["figures"]) == {
+        f"us, {name}{rest}" for name in ("one process", "view") for rest in ("", ", gradients")
     }
     assert set(found["host"]["data"]["figures"]["host_us_of_groups"]) == {"1", "4", "57"}
     assert re.search(r"an aborted call, in \d+ groups", found["loop"]["output"])
@@ -255,8 +272,6 @@ def test_functions_are_asked_for_by_versions_that_cuda_has() -> None:
 
 
 def test_dlpack_structs_are_those_of_torch(tmp_path: Path) -> None:
-    import torch
-
     header = Path(torch.__file__).parent / "include/ATen/dlpack.h"
     fields = {"context": "manager_ctx", "tensor": "dl_tensor", "type": "device_type", "id": "device_id"}
     lines = ["#include <stddef.h>", f'#include "{header}"']
