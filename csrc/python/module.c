@@ -9,6 +9,7 @@
 #include "transports/nccl/pipeline.h"
 #include "base/dynlib.h"
 #include "devices/cpu/threads.h"
+#include "devices/cuda/cuda.h"
 #include "devices/cuda/outputs.h"
 #include "control/last_call.h"
 
@@ -255,6 +256,15 @@ static PyObject *module_device_stats(PyObject *Py_UNUSED(module), PyObject *Py_U
     return Py_BuildValue("LLLL", (long long)peak, (long long)total, (long long)slots, (long long)outputs);
 }
 
+static PyObject *module_set_side_stream(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int ordinal;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "iK", &ordinal, &stream))
+        return NULL;
+    return spar_result(spar_cuda_set_side_stream(ordinal, (void *)(uintptr_t)stream));
+}
+
 static PyObject *module_set_library_path(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *library, *path;
@@ -277,6 +287,8 @@ static PyMethodDef methods[] = {
     {"device_stats", module_device_stats, METH_NOARGS,
      "(peak, total) of the staging memory of calls on GPUs, and (memory for outputs, in use) in slots of\n"
      "push, in bytes"},
+    {"set_side_stream", module_set_side_stream, METH_VARARGS,
+     "set_side_stream(ordinal, stream): calls in this stream run beside others' kernels, on fewer SMs"},
     {"set_library_path", module_set_library_path, METH_VARARGS,
      "set_library_path(library, path or None): where \"libnccl\" or \"libnvrtc\" lies in a package."},
     {"last_call_begin", module_last_call_begin, METH_VARARGS,

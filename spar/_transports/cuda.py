@@ -135,7 +135,10 @@ _streams: Any = torch.cuda
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    return _streams.Stream(device)
+    """Return the stream of high priority, so that no persistent kernel of another one keeps exchanges out."""
+    stream = _streams.Stream(device, priority=-1)
+    _C.set_side_stream(device.index, stream.cuda_stream)
+    return stream
 
 
 def refuse_capture(op: str, device: torch.device, why: str) -> None:

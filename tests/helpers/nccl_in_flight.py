@@ -52,7 +52,8 @@ class Streams:
     def __init__(self) -> None:
         self.current = TorchStream()
 
-    def Stream(self, device: torch.device) -> TorchStream:
+    def Stream(self, device: torch.device, priority: int) -> TorchStream:
+        assert priority < 0
         return TorchStream()
 
     def current_stream(self, device: torch.device) -> TorchStream:
