@@ -33,7 +33,11 @@ class Event:
 
 
 class TorchStream(Stream):
-    """With the methods of torch.cuda.Stream that spar uses."""
+    """With what spar uses of torch.cuda.Stream."""
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.handle.value or 0
 
     def wait_event(self, event: Event) -> None:
         driver("cuStreamWaitEvent", self.handle, event.handle, ctypes.c_uint(0))
