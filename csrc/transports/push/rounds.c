@@ -178,8 +178,8 @@ spar_status spar_push_extend(spar_push_state *p, int64_t bytes, const spar_plan 
     return SPAR_OK;
 }
 
-/* Fills offers, last and images [ntensors]; returns how many outputs peers cannot write to. Those have an
- * image, and no others. A graph's outputs have: what lies elsewhere when it is replayed is not the graph's. */
+/* Fills offers, last and images [ntensors]; returns how many outputs have an image: those that peers cannot
+ * write to, and a graph's, since what lies there when it is replayed is not the graph's. */
 static int make_offers(const spar_push_state *p, const spar_call *call, int captured, uint32_t *offers,
                        uint32_t *last, void **images)
 {
