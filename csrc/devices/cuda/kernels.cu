@@ -11,17 +11,18 @@
  * Divisions by multiplication and shift turn a byte's offset in packed order into its addresses. All that a
  * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free.
  *
- * A launch with `sync` is part of a round between ranks that write to each other's slots. A round sends, then
- * receives: it copies into the peers' slots, after which the last CTA signals each peer; then one CTA waits for
- * every peer's signal, and what came is copied out of this rank's slot. A small round is one launch of one CTA;
- * else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of the round is in device
- * memory, so that a graph can be replayed, and selects one of a slot's two halves. A rank begins a round after
- * it has waited for all peers in the round before, which they began after they had emptied what this round
- * overwrites. So there is no signal for an emptied slot, and sending waits for nothing.
+ * A launch with `sync` is part of a round between ranks that write to each other's slots. A round sends,
+ * then receives: it copies into the peers' slots, after which the last CTA signals each peer; then one CTA
+ * waits for every peer's signal, and what came is copied out of this rank's slot. A small round is one
+ * launch of one CTA; else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of
+ * the round is in device memory, so that a graph can be replayed, and selects one of a slot's two halves. A
+ * rank begins a round after it has waited for all peers in the round before, which they began after they
+ * had emptied what this round overwrites. So there is no signal for an emptied slot, and sending waits for
+ * nothing.
  *
- * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of its
- * slot that the stream no longer uses. One CTA then waits for the peers' offers, which wait for nothing. Each
- * place is compared with the last one from which on the tensor is in the slot. */
+ * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of
+ * its slot that the stream no longer uses. One CTA then waits for the peers' offers, which wait for
+ * nothing. Each place is compared with the last one from which on the tensor is in the slot. */
 
 SPAR_SHARED(
 /* Of the parameters, which are below 4 KB, the most that every device takes. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Push: ranks of one host write to each other's GPUs. memory.c maps the slots, rounds.c moves the bytes, check.c
- * makes the first exchanges. */
+/* Push: ranks of one host write to each other's GPUs. memory.c maps the slots, rounds.c moves the bytes,
+ * check.c makes the first exchanges. */
 #include "transports/push/push.h"
 
 #include "devices/cuda/cuda.h"
