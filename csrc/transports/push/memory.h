@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The slots of a group: this rank's own, and its peers', mapped from descriptors that ranks pass to each other
- * over the connections of their processes. */
+/* The slots of a group: this rank's own, and its peers', mapped from descriptors that ranks pass to each
+ * other over the connections of their processes. */
 #ifndef SPAR_PUSH_MEMORY_H
 #define SPAR_PUSH_MEMORY_H
 
