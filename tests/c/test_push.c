@@ -13,6 +13,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 
 enum { AT_ONCE = 6, CTAS = 3 };
 
@@ -431,6 +432,101 @@ static void test_segments(void)
     free(memory);
 }
 
+static int event_waits;
+static unsigned long long stream_id = 7;
+
+static int count_wait(CUstream stream, CUevent event, unsigned flags)
+{
+    (void)stream, (void)event, (void)flags;
+    event_waits++;
+    return 0;
+}
+
+static int tell_id(CUstream stream, unsigned long long *id)
+{
+    (void)stream;
+    *id = stream_id;
+    return 0;
+}
+
+static void *count_release(void *released)
+{
+    __atomic_store_n((int *)released, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* A call waits for the one before unless both are in one stream, which its handle does not show: a stream may
+ * have that of another, which was destroyed. A driver without ids has handles alone. */
+static void test_reused_handle(void)
+{
+    const spar_driver driver = spar_cu;
+    static int released;
+    const spar_watchdog_target what = {.release = count_release, .context = &released};
+    const spar_deadline never = {0};
+    spar_watchdog *watchdog;
+    spar_entered before;
+    CUstream stream;
+    EXPECT(!spar_cuda_enter(0, &before) && !spar_watchdog_open(&what, &watchdog));
+    EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
+    spar_cu.StreamWaitEvent = count_wait;
+    const int waits[] = {1, 1, 2, 3, 3}; /* the first call finds another stream than none */
+    for (int call = 0; call < 5; call++) {
+        stream_id += call == 2;
+        spar_cu.StreamGetId = call < 3 ? tell_id : NULL;
+        EXPECT(!spar_watchdog_begin(watchdog, (uint64_t)call + 1, &never, 0));
+        EXPECT(!spar_watchdog_order(watchdog, stream) && event_waits == waits[call]);
+        EXPECT(!spar_watchdog_end(watchdog, stream, 0));
+    }
+    EXPECT(!spar_watchdog_wait(watchdog, &never));
+    spar_cu = driver;
+    spar_watchdog_close(watchdog);
+    while (!__atomic_load_n(&released, __ATOMIC_ACQUIRE))
+        sched_yield();
+    EXPECT(spar_cu.StreamDestroy(stream) == 0);
+    spar_cuda_leave(&before);
+}
+
+static unsigned launched_ctas;
+
+static int note_launch(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by,
+                       unsigned bz, unsigned shared, CUstream stream, void **parameters, void **extra)
+{
+    (void)function, (void)y, (void)z, (void)bx, (void)by, (void)bz;
+    (void)shared, (void)stream, (void)parameters, (void)extra;
+    launched_ctas = x;
+    return 0;
+}
+
+/* Launches in a side stream have fewer CTAs; its handle is known for each device. */
+static void test_side_stream(void)
+{
+    enum { COLUMNS = 1 << 20, MOST = 64 };
+    const int64_t args[] = {3, 0, SPAR_EVEN, 2, 1, SPAR_EVEN, COLUMNS};
+    const int64_t extents[] = {1, COLUMNS}, strides[] = {COLUMNS, 1};
+    const spar_tensor tensor = {4, 2, extents, strides, 7, args};
+    const spar_request request = {2, 0, SPAR_SIDE_PULL, 1, &tensor};
+    const spar_driver driver = spar_cu;
+    char side, other;
+    spar_plan *plan;
+    spar_entered before;
+    EXPECT(!spar_cuda_enter(0, &before) && !spar_plan_build(&request, &plan));
+    spar_cu.LaunchKernel = note_launch;
+    spar_kernel_ctas = MOST;
+    EXPECT(!spar_cuda_set_side_stream(1, &side) && spar_cuda_set_side_stream(64, &side) == SPAR_INVALID);
+    for (int i = 0; i < 2; i++) {
+        const void *input = on_device(&side);
+        void *output = NULL;
+        const spar_span span = {1, SPAR_PACK, 0, plan->push[1].bytes, on_device(&other)};
+        EXPECT(!spar_cuda_copy_spans(plan, &span, 1, &input, &output, &UNSCALED, i ? &side : &other));
+        EXPECT(launched_ctas == (i ? 24 : MOST));
+    }
+    EXPECT(!spar_cuda_set_side_stream(1, NULL));
+    spar_kernel_ctas = CTAS;
+    spar_cu = driver;
+    spar_plan_release(plan);
+    spar_cuda_leave(&before);
+}
+
 static void test_small_slot(void)
 {
     int64_t bytes = 0;
@@ -450,6 +546,8 @@ int test_push(int argc, char **argv)
     EXPECT(!spar_driver_open() && !spar_cuda_open() && !spar_cuda_prepare(0));
     spar_kernel_ctas = CTAS;
     test_small_slot();
+    test_reused_handle();
+    test_side_stream();
     test_segments();
     for (int i = 0; i < 4; i++)
         test_absent_peer(i % 2, i / 2);

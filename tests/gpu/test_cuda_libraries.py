@@ -129,7 +129,7 @@ def test_driver_declarations_match_cuda_h(tmp_path: Path) -> None:
         "#define CHECK(name, version, parameters) _Static_assert(__builtin_types_compatible_p("
         "__typeof__(((spar_driver *)0)->name), PFN_cu##name##_v##version), #name);"
     )
-    lines.append("SPAR_DRIVER_FUNCTIONS(CHECK)")
+    lines.append("SPAR_DRIVER_FUNCTIONS(CHECK) SPAR_DRIVER_NEWER_FUNCTIONS(CHECK)")
     lines += [f'_Static_assert({ours} == {theirs}, "{ours}");' for ours, theirs in CONSTANTS.items()]
     for name in (
         "CUresult",

@@ -236,6 +236,15 @@ static int StreamCreate(stream **made, unsigned flags)
     return 0;
 }
 
+static int StreamGetId(void *handle, unsigned long long *id)
+{
+    MAY_FAIL("cuStreamGetId");
+    pthread_mutex_lock(&lock);
+    *id = stream_of(handle)->id;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
 static int StreamDestroy(stream *s)
 {
     MAY_FAIL("cuStreamDestroy");
@@ -408,7 +417,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
         const char *name;
         void *function;
         int version;
-    } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) /* and functions that only tests call */
+    } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) SPAR_DRIVER_NEWER_FUNCTIONS(ROW) /* and what only tests call */
                 ROW(StreamBeginCapture, 10010, ) ROW(StreamEndCapture, 10000, ) ROW(GraphLaunch, 10000, )
                     ROW(GraphDestroy, 10000, )};
     const char *without = getenv("STANDIN_LACKS");

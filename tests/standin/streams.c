@@ -209,7 +209,9 @@ static void *serve(void *argument)
 
 stream *new_stream(void)
 {
+    static uint64_t ids;
     stream *s = calloc(1, sizeof *s);
+    s->id = ++ids;
     pthread_cond_init(&s->given, NULL);
     s->last = &s->first;
     s->next = streams;

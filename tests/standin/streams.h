@@ -52,6 +52,7 @@ typedef struct event {
 } event;
 
 typedef struct stream {
+    uint64_t id; /* no other one has had it */
     pthread_t thread;
     pthread_cond_t given; /* signalled when work is enqueued, and when the stream ends */
     work *first, **last;

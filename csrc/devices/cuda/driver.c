@@ -17,12 +17,14 @@ static spar_status find_functions(void *handle)
 {
     static const struct {
         const char *name;
-        int version;
+        int version, is_newer;
         size_t at;
     } wanted[] = {
-#define ROW(name, version, parameters) {"cu" #name, version, offsetof(spar_driver, name)},
-        SPAR_DRIVER_FUNCTIONS(ROW)
+#define ROW(name, version, parameters) {"cu" #name, version, 0, offsetof(spar_driver, name)},
+#define NEWER(name, version, parameters) {"cu" #name, version, 1, offsetof(spar_driver, name)},
+        SPAR_DRIVER_FUNCTIONS(ROW) SPAR_DRIVER_NEWER_FUNCTIONS(NEWER)
 #undef ROW
+#undef NEWER
     };
     get_address get = NULL;
     get_address_v2 get_v2 = NULL;
@@ -34,10 +36,13 @@ static spar_status find_functions(void *handle)
         CUresult result = get_v2
                               ? get_v2(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM, &status)
                               : get(wanted[i].name, &function, wanted[i].version, LEGACY_STREAM);
-        if (result != SPAR_CU_SUCCESS || !function)
+        if (result != SPAR_CU_SUCCESS || !function) {
+            if (wanted[i].is_newer)
+                continue;
             return spar_fail(SPAR_TRANSPORT, "this libcuda is too old: it has no %s of CUDA %d.%d (error %d)",
                              wanted[i].name, wanted[i].version / 1000, wanted[i].version % 1000 / 10,
                              (int)result);
+        }
         memcpy((char *)&spar_cu + wanted[i].at, &function, sizeof function);
     }
     return SPAR_OK;
@@ -74,5 +79,14 @@ spar_status spar_driver_capture(void *stream, uint64_t *capture)
     uint64_t id = 0;
     SPAR_TRY_CU(StreamGetCaptureInfo, stream, &status, &id);
     *capture = (int)status == SPAR_CU_CAPTURE_NONE ? 0 : id + 1;
+    return SPAR_OK;
+}
+
+spar_status spar_driver_stream_id(void *stream, uint64_t *id)
+{
+    unsigned long long number = (uintptr_t)stream;
+    if (spar_cu.StreamGetId)
+        SPAR_TRY_CU(StreamGetId, stream, &number);
+    *id = number;
     return SPAR_OK;
 }

@@ -32,7 +32,8 @@ struct spar_watchdog {
     int grace;         /* polls that have waited for that call to return */
     int capturing;     /* that call is captured */
     CUevent last;      /* recorded after the newest watched call, */
-    void *stream;      /* in this stream */
+    uint64_t stream;   /* in the stream of this id */
+    uint64_t entered;  /* that of the begun call */
     uint32_t *ended;   /* page-locked: the stream writes the number of each watched call after it */
     slot slots[SLOTS];
     int first, count; /* the slots in use */
@@ -375,7 +376,7 @@ spar_status spar_watchdog_end(spar_watchdog *w, void *stream, int is_marked)
     spar_status status = w->capturing ? SPAR_OK : mark_end(w, stream, is_marked);
     pthread_mutex_lock(&all.lock);
     if (!w->capturing) { /* without its mark, it never ends */
-        w->stream = stream;
+        w->stream = w->entered;
         /* The newest slot then covers both calls, which end in order. */
         int full = w->count == SLOTS;
         slot *s = &w->slots[(w->first + w->count - full) % SLOTS];
@@ -404,7 +405,10 @@ const char *spar_watchdog_broken(spar_watchdog *w)
 
 spar_status spar_watchdog_order(spar_watchdog *w, void *stream)
 {
-    if (!w->capturing && w->stream != stream)
+    if (w->capturing)
+        return SPAR_OK;
+    SPAR_TRY(spar_driver_stream_id(stream, &w->entered));
+    if (w->stream != w->entered)
         SPAR_TRY_CU(StreamWaitEvent, stream, w->last, 0);
     return SPAR_OK;
 }
