@@ -132,6 +132,12 @@ def test_push(program: Builder, kind: str, peers: int, calls: int, slot: int, de
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@each("plain", "address")
+def test_slots(program: Builder, kind: str) -> None:
+    done = run(program(kind), "slots", **standins.environment(standins_of(kind)))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @each(*BUILDS)
 def test_core(program: Builder, kind: str) -> None:
     done = run(program(kind), "core")
