@@ -77,6 +77,11 @@ def test_slots_that_cannot_grow(gpus: Ranks, function: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_no_growth, function)
 
 
+@pytest.mark.parametrize("makes", ["none", "another"])
+def test_growth_in_a_call_that_a_rank_does_not_make(gpus: Ranks, makes: str) -> None:
+    gpus(3, over_push, SLOT, push_direct.check_growth_alone, makes)
+
+
 @pytest.mark.parametrize("what", ["words", "signals"])
 def test_slots_that_cannot_be_written_to_fall_back(gpus: Ranks, what: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_broken, what)

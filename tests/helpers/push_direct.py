@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import spar
 from helpers.nccl_ranks import OnDevice, Stream, set_up, wait, within
 from helpers.tables import numbers
 from spar import _C
@@ -263,6 +264,29 @@ def check_no_growth(rank: int, world: int, group: dist.ProcessGroup, function: s
             assert torch.equal(values(output), wanted(turn, rank, [rows] * world, 1024 * world))
             assert slots()[0] == first
     wait(comm)
+    comm.close()
+
+
+def check_growth_alone(rank: int, world: int, group: dist.ProcessGroup, makes: str) -> None:
+    """A slot grows in a call that the last rank does not make, or for which it makes another one."""
+    comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
+    comm.timeout, last = (1.0 if makes == "none" else 60.0), world - 1
+    rows = 480 // 4 // world
+    with Stream() as stream:
+        dist.barrier(group)
+        if rank == last and makes == "another":
+            with pytest.raises(spar.MismatchError, match=f"rank {last}'s call 1 over the GPU is not rank 0's"):
+                time.sleep(0.5)
+                exchange(comm, "gather", (0,), [torch.zeros(3)])
+        begin = time.monotonic()
+        if rank != last:
+            kind = spar.ExchangeTimeoutError if makes == "none" else spar.MismatchError
+            with pytest.raises(kind, match=f"rank {last}") as caught:
+                exchange(comm, "all_to_all", (1, 0, rows * world), [numbered(0, rank, rows, 1024 * world)])
+            assert makes == "another" or caught.value.ranks == (last,), caught.value
+        assert time.monotonic() - begin < 4
+        stream.synchronize()
+    dist.barrier(group)
     comm.close()
 
 
