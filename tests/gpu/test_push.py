@@ -77,6 +77,11 @@ def test_slots_that_cannot_grow(gpus: Ranks, function: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_no_growth, function)
 
 
+@pytest.mark.parametrize("kib", [16, 240])
+def test_memory_is_freed_after_a_wait_that_ended_early(gpus: Ranks, kib: int) -> None:
+    gpus(2, over_push, 4 * SLOT, push_direct.check_freed, kib)
+
+
 @pytest.mark.parametrize("makes", ["none", "another"])
 def test_growth_in_a_call_that_a_rank_does_not_make(gpus: Ranks, makes: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_growth_alone, makes)

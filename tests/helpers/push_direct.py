@@ -290,6 +290,23 @@ def check_growth_alone(rank: int, world: int, group: dist.ProcessGroup, makes: s
     comm.close()
 
 
+def check_freed(rank: int, world: int, group: dist.ProcessGroup, kib: int) -> None:
+    """Calls whose waits end early are over, packed and direct ones: their group's memory is freed."""
+    time.sleep(1)  # the memory of groups before is freed behind their closes
+    before = slots()[0]
+    comm = set_up(group)
+    comm.timeout, rows = 0.5, kib // 4 // world
+    with Stream() as stream:
+        if rank == 0:
+            exchange(comm, "all_to_all", (1, 0, rows * world), [numbered(0, rank, rows, 1024 * world)])
+            stream.synchronize()
+            within(3, lambda: comm.channels["cuda"].core.broken is not None)  # type: ignore[union-attr]
+        dist.barrier(group)
+        comm.close()
+        within(5, lambda: slots()[0] == before)
+    dist.barrier(group)
+
+
 def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> None:
     """If the first exchange finds that GPUs cannot write to each other, all ranks take the next transport."""
     with pytest.MonkeyPatch.context() as patch:
