@@ -9,6 +9,7 @@ int test_cuda(int argc, char **argv);
 int test_links(int argc, char **argv);
 int test_messages(int argc, char **argv);
 int test_ring(int argc, char **argv);
+int test_passing(int argc, char **argv);
 int test_peers(int argc, char **argv);
 int test_push(int argc, char **argv);
 int test_scale(int argc, char **argv);
@@ -32,7 +33,8 @@ int main(int argc, char **argv)
                  {"siphash", test_siphash},     {"nontemporal", test_nontemporal},
                  {"wait", test_wait},           {"sum", test_sum},
                  {"links", test_links},         {"messages", test_messages},
-                 {"strangers", test_strangers}, {"slots", test_slots}};
+                 {"strangers", test_strangers}, {"slots", test_slots},
+                 {"passing", test_passing}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);
