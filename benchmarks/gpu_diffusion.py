@@ -93,7 +93,6 @@ def main() -> int:
     if options.device == "cuda":
         os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
         if torch.cuda.device_count() == 1:
-            os.environ |= gpu_ranks.FAR_APART
             options.backend = options.backend or "gloo"
     return gpu_ranks.start(run, options, "gpu_diffusion", shares_gpus=True)
 

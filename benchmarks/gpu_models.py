@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +91,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", help="check these alone, such as Llama")
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() == 1:
-        os.environ |= gpu_ranks.FAR_APART
         options.backend = options.backend or "gloo"
     return gpu_ranks.start(run, options, "gpu_models", shares_gpus=True)
 

@@ -17,7 +17,6 @@ from report import FAILED, Report
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
-FAR_APART = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch's name: ranks may share a GPU
 Run = Callable[[int, int, str, argparse.Namespace], object]
 
 

@@ -99,8 +99,6 @@ def main() -> int:
         report.skip("torch has no CUDA device")
     if kind == "cuda":
         os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
-        if torch.cuda.device_count() == 1:
-            os.environ |= gpu_ranks.FAR_APART
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=run, args=(rank, folder, kind, options.data)) for rank in range(2)]

@@ -166,8 +166,6 @@ def main() -> int:
         report.skip("torch has no CUDA device")
     world = max(2, torch.cuda.device_count())
     os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
-    if world > torch.cuda.device_count():
-        os.environ |= gpu_ranks.FAR_APART
     options.device, options.ranks = "cuda", None
     options.backend = "nccl" if world <= torch.cuda.device_count() else "gloo"
     return gpu_ranks.start(run, options, "push", shares_gpus=True)

@@ -103,11 +103,8 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
 def main() -> int:
     report, options = stage(__doc__)
     options.device, options.ranks, options.backend = "cpu" if options.stand_ins else "cuda", 2, "gloo"
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            report.skip("torch has no CUDA device")
-        if torch.cuda.device_count() == 1:
-            os.environ |= gpu_ranks.FAR_APART
+    if options.device == "cuda" and not torch.cuda.is_available():
+        report.skip("torch has no CUDA device")
     return gpu_ranks.start(run, options, "view_host", shares_gpus=True)
 
 
