@@ -147,7 +147,7 @@ class Probes:
             found["handshake"] = "no kernel"
             peer.send(channel, error="no kernel")
             return
-        mine, theirs = 4096, 4096 + FAR
+        mine, theirs = FAR, 2 * FAR  # behind the texts
         peer.write(self.driver, shared.address + mine, bytes(2 * FAR))
         side = Handshake(self.driver, self.cubin)
         peer.send(channel, mine=theirs, theirs=mine, rounds=ROUNDS_OF_PROCESSES)

@@ -56,7 +56,7 @@ def built_driver() -> Path:
         for name in standins.NAMES[1:]:
             (folder / name).symlink_to(before / name)
         sources = [ROOT / "tests/benchmarks/libcuda.c", before / "kernels.o"]
-        sources += [standins.FOLDER / name for name in ("streams.c", "graphs.c")]
+        sources += [standins.FOLDER / name for name in ("streams.c", "graphs.c", "mapping.c")]
         command = [
             "gcc",
             "-std=c11",
