@@ -2,13 +2,12 @@
 """Check and time ranks over push whose kernels run at the same time: streams of one process on one GPU.
 
 Random uneven calls, replays of graphs, times beside a copy of all ranks' bytes, and calls that must end by
-their limits: without a peer, and with more CTAs than fit the GPU. No time has a wire in it: all slots are
-memory of one GPU.
+their limits: without a peer, and with more CTAs than fit the GPU. Slots grow as the calls need. No time has a
+wire in it: all slots are memory of one GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import sys
@@ -22,8 +21,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 import gpu_core
 import torch
 from gpu_core import MIB, Gpu
-from helpers.core_abi import CoreError  # type: ignore[import-not-found]
-from push_streams import Exchange, Group, PushCall, slot_bytes
+from push_streams import Exchange, Group, PushCall, slot_limit
 from report import Report, stage
 
 ROW = 256  # bytes
@@ -36,9 +34,9 @@ class Sizes(NamedTuple):
     """What a run has on a GPU, or over stand-ins."""
 
     seconds: float  # of random calls in each group
-    groups: tuple[tuple[int, int], ...]  # ranks, and bytes of a slot
-    worlds: tuple[int, ...]
-    slot: int
+    groups: tuple[tuple[int, int], ...]  # ranks, and the bytes that a slot may have
+    worlds: tuple[int, ...]  # whose groups exist at the same time
+    slot: int  # bytes that each of their slots may have
     replayed: tuple[int, ...]  # bytes of a rank in calls of graphs
     calls: int  # of a graph
     timed: tuple[int, ...]  # bytes of a rank
@@ -46,11 +44,12 @@ class Sizes(NamedTuple):
 
 
 def on_gpu() -> Sizes:
-    slot = slot_bytes()
+    worlds = (2, 4, 8)
+    slot = slot_limit(sum(worlds))
     return Sizes(
         2.0,
         ((2, slot), (2, MIB), (3, MIB // 4), (4, slot), (8, 16 * MIB)),
-        (2, 4, 8),
+        worlds,
         slot,
         (2 << 10, 64 << 10, MIB),
         50,
@@ -60,7 +59,7 @@ def on_gpu() -> Sizes:
 
 
 OVER_STAND_INS = Sizes(
-    0.5, ((2, MIB), (3, MIB // 4), (8, MIB)), (2, 4), MIB, (2 << 10,), 3, (64 << 10, MIB // 2), 1
+    0.5, ((2, MIB), (3, MIB), (8, MIB)), (2, 4), 4 * MIB, (2 << 10,), 3, (64 << 10, MIB // 2), 1
 )
 
 
@@ -108,6 +107,7 @@ def random_exchange(draw: random.Random, world: int) -> Exchange:
 def check_random_calls(report: Report, world: int, slot: int, seconds: float) -> None:
     """Make calls, up to four at once, of which some ranks are late; compare all outputs."""
     group, draw = Group(world, slot, fitting_ctas(world)), random.Random(world)
+    what = f"{world} ranks, slots of at most {slot >> 10} KiB"
     made = direct = wrong = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -120,18 +120,25 @@ def check_random_calls(report: Report, world: int, slot: int, seconds: float) ->
             for rank in order:
                 group.run(rank, each[rank])
         failures = group.failures()
-        report.expect(not failures, f"{world} ranks, slots of {slot >> 10} KiB: {failures}")
+        report.expect(not failures, f"{what}: {failures}")
         if failures:
             return
         wrong += sum(map(len, map(wrong_outputs, exchanges, calls)))
         made += world * len(calls)
         direct += sum(call.is_direct for each in calls for call in each)
         del calls
-    report.expect(not wrong, f"{world} ranks, slots of {slot >> 10} KiB: {wrong} wrong outputs of {made}")
-    report.expect(direct > 0, f"{world} ranks, slots of {slot >> 10} KiB: no output was direct")
-    report.row(str(world), f"{slot >> 10}", str(group.ctas or "default"), str(made), str(direct), str(wrong))
-    report.figure(f"{world} ranks, {slot >> 10} KiB", {"calls": made, "direct": direct, "wrong": wrong})
+    report.expect(not wrong, f"{what}: {wrong} wrong outputs of {made}")
+    report.expect(direct > 0, f"{what}: no output was direct")
+    ctas, kib = str(group.ctas or "default"), [each >> 10 for each in memory_of(group).values()]
+    report.row(str(world), *map(str, kib), ctas, str(made), str(direct), str(wrong))
+    found = {"calls": made, "direct": direct, "wrong": wrong, "slot": memory_of(group)}
+    report.figure(f"{world} ranks, {slot >> 10} KiB", found)
     group.close()
+
+
+def memory_of(group: Group) -> dict[str, int]:
+    """Return the bytes of a rank's slot: at first, now, and at most."""
+    return {"first": group.first_bytes, "now": group.slot_bytes, "limit": group.limit}
 
 
 def even_exchange(world: int, size: int, heads: int) -> Exchange:
@@ -156,7 +163,7 @@ def replay_time(report: Report, group: Group, size: int, sizes: Sizes) -> float:
 
     def work(rank: int) -> None:
         for _ in range(sizes.calls):
-            group.run(rank, calls[rank])
+            group.run(rank, calls[rank], captured=True)
 
     replays = [machine.capture_on(stream, partial(work, rank)) for rank, stream in enumerate(group.streams)]
 
@@ -198,6 +205,7 @@ def time_size(report: Report, group: Group, size: int, turns: int) -> None:
         report.say(f"Not run with {world} ranks of {size / MIB:g} MiB: too little memory is free.")
         return
     exchange, count = even_exchange(world, size, 8 * world), 1 if size >= 32 * MIB else 4
+    run_all(group, images(group, exchange), 1)  # slots grow: then they have room for direct outputs, too
     chosen, ordinary = all_calls(group, exchange), images(group, exchange)
     whole = torch.cat([x.flatten() for x in exchange.inputs])
     copied = torch.empty_like(whole)
@@ -221,13 +229,18 @@ def time_size(report: Report, group: Group, size: int, turns: int) -> None:
 def time_sizes(report: Report, groups: dict[int, Group], sizes: Sizes) -> None:
     report.say()
     ctas = ", ".join(f"{group.ctas or 'the default'} with {world} ranks" for world, group in groups.items())
-    memory = f"slots of {sizes.slot / MIB:g} MiB a rank"
-    report.say(f"All ranks' calls, rows of {ROW} bytes, {memory}; CTAs of a rank: {ctas}.")
+    report.say(f"All ranks' calls, rows of {ROW} bytes; CTAs of a rank: {ctas}.")
     columns = ("outputs of push's choice", "of these direct", "ordinary outputs", "a copy", "share of a copy")
     report.table("ranks", "MiB a rank", *columns)
     for group in groups.values():
         for size in sizes.timed:
             time_size(report, group, size, sizes.turns)
+    report.say()
+    for world, group in groups.items():
+        memory = memory_of(group)
+        first, now, limit = (f"{each / MIB:g}" for each in memory.values())
+        report.say(f"Slots of {world} ranks had {first} MiB each at first and {now} after that, of {limit}.")
+        report.figure(f"bytes of a slot, {world} ranks", memory)
 
 
 def check_absence(report: Report, slot: int, size: int) -> None:
@@ -249,16 +262,14 @@ def check_absence(report: Report, slot: int, size: int) -> None:
 
 
 def check_crowd(report: Report, slot: int, size: int) -> None:
-    """Make calls whose CTAs do not all fit; what waits may keep out what it waits for."""
+    """Make calls whose CTAs do not all fit: some ranks' kernels begin when those of others have ended."""
     group, exchange = Group(CROWD, slot), even_exchange(CROWD, size, CROWD)
     rounds = [all_calls(group, exchange) for _ in range(2)]
     gpu_core.machine.synchronize()
     begin = time.monotonic()
     for calls in rounds:
         for rank, call in enumerate(calls):
-            # It raises where the watchdog has ended the rank's first call: see `failures`.
-            with contextlib.suppress(CoreError):
-                group.run(rank, call, LIMIT_S)
+            group.run(rank, call, LIMIT_S)
     failures = group.failures()
     took = time.monotonic() - begin
     wrong = {rank for calls in rounds for rank in wrong_outputs(exchange, calls)}
@@ -289,14 +300,16 @@ def main() -> int:
     Gpu()
     sizes = OVER_STAND_INS if options.stand_ins else on_gpu()
     report.say("Random calls, each output compared:")
-    report.table("ranks", "KiB of a slot", "CTAs of a rank", "calls", "direct outputs", "wrong")
+    memory = "KiB of a slot at first", "at the end", "at most"
+    report.table("ranks", *memory, "CTAs of a rank", "calls", "direct outputs", "wrong")
     for world, slot in sizes.groups:
         check_random_calls(report, world, slot, sizes.seconds)
     groups = {world: Group(world, sizes.slot, fitting_ctas(world)) for world in sizes.worlds}
     time_sizes(report, groups, sizes)
-    time_replays(report, groups, sizes)  # the last: a group with captured calls keeps its memory
+    time_replays(report, groups, sizes)  # the last: slots of a group with captured calls stay as they are
     for group in groups.values():
         group.close()
+    groups.clear()  # their memory is that of the groups below
     check_absence(report, sizes.slot, sizes.timed[-1] // 8)
     check_crowd(report, sizes.slot, sizes.timed[-1] // 8)
     return report.status()

@@ -19,7 +19,7 @@ import gpu_core
 import torch
 from concurrent_ranks import even_exchange
 from gpu_core import MIB, Gpu
-from push_streams import Group, PushCall, slot_bytes
+from push_streams import Group, PushCall, slot_limit
 from report import Report, stage
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -112,7 +112,7 @@ def main() -> int:
     gpu_core.use_core(f"{options.kit}/core.so")
     gpu_core.machine.prepare()
     Gpu()
-    beside = Beside(tokens, MIB if options.stand_ins else slot_bytes())
+    beside = Beside(tokens, MIB if options.stand_ins else slot_limit(2))
     report.say(f"A peer that is {LATE_MS} ms late, by kernel of attention and bytes of a rank's call:")
     report.table("", "attention alone", "beside the call", "ratio")
     for kernel in kernels:

@@ -119,6 +119,8 @@ def test_all_stages_run_over_stand_ins(tmp_path: Path, monkeypatch: pytest.Monke
     concurrent = found["concurrent"]["data"]["figures"]
     assert [concurrent[name]["wrong"] for name in concurrent if name.endswith(" KiB")] == [0, 0, 0]
     assert {"us, 4 ranks, 0.5 MiB", "us in graphs, 4 ranks", "crowd"} < set(concurrent)
+    assert concurrent["us, 4 ranks, 0.5 MiB"]["direct"] == 4
+    assert concurrent["bytes of a slot, 4 ranks"] == {"first": 1 << 20, "now": 2 << 20, "limit": 4 << 20}
     assert concurrent["absent"]["failures"]["0"].startswith("TIMEOUT: "), concurrent["absent"]
     assert set(found["overlap"]["data"]["figures"]) == {"ms, math, 2 KiB", "ms, math, 128 KiB"}
     assert found["kill_peer"]["data"]["lines"][0].startswith("PeerLostError ")

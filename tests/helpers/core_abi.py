@@ -20,6 +20,7 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-DSPAR_LOCAL", '-DSPAR_VERSION="test"', f
 FLAGS += ["-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
 MAX_WORLD = 64  # ranks that run as threads
 SIDE_PULL = 1
+PUSH_RANKS, PUSH_WORDS = 64, 8192  # over push: ranks at most, bytes of a slot's words
 
 
 def _sources() -> list[Path]:
@@ -275,6 +276,19 @@ Comm._fields_ = (
 )
 
 
+class PushState(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("world", "rank", "ordinal")),
+        *((name, c_int64) for name in ("half", "area", "heap", "bytes", "limit")),
+        *((name, c_int64) for name in ("image_at", "room", "least", "traffic", "next")),
+        ("outputs", c_void_p),
+        ("sync", c_void_p),
+        ("stop", POINTER(c_uint32)),
+        ("captured", c_int),
+        ("bases", c_void_p * PUSH_RANKS),
+    )
+
+
 class Refusal(ctypes.Structure):
     _fields_ = (("count", c_int), ("names", c_char_p * 16), ("reasons", c_char_p * 16))
 
@@ -322,6 +336,7 @@ _STRUCTS = {
     "call": Call,
     "comm": Comm,
     "transport": Transport,
+    "push_state": PushState,
     "choice": Choice,
     "env_row": EnvRow,
     "env_value": EnvValue,
@@ -346,6 +361,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "cuda_open": (c_int, []),
     "cuda_prepare": (c_int, [c_int]),
     "cuda_enter": (c_int, [c_int, POINTER(Entered)]),
+    "cuda_leave": (None, [POINTER(Entered)]),
     "cuda_copy_spans": (
         c_int,
         [
@@ -381,6 +397,7 @@ def _expected_abi() -> list[tuple[str, int]]:
     abi += [(f"SPAR_{kind.name}", kind.value) for kind in ScaleType]
     abi += [(f"SPAR_{route.name}", route.value) for route in Route]
     abi += [("SPAR_SIDE_PULL", SIDE_PULL)]
+    abi += [("SPAR_KERNEL_RANKS", PUSH_RANKS), ("SPAR_PUSH_WORDS", PUSH_WORDS)]
     for name, struct in _STRUCTS.items():
         abi.append((f"sizeof(spar_{name})", ctypes.sizeof(struct)))
         for field, *_ in struct._fields_:
@@ -397,7 +414,7 @@ def library() -> ctypes.CDLL:
         table = folder / "abi.c"
         table.write_text(
             '#include "base/env.h"\n#include "base/dynlib.h"\n'
-            '#include "devices/cuda/cuda.h"\n#include "spar.h"\n'
+            '#include "devices/cuda/cuda.h"\n#include "spar.h"\n#include "transports/push/push.h"\n'
             f"extern const long long abi[];\nconst long long abi[] = {{{', '.join(c for c, _ in abi)}}};\n"
         )
         compile_core(folder / "core.so", "-O1", "-fPIC", "-shared", table, from_objects=True)
