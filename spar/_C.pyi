@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
@@ -87,6 +87,9 @@ class Comm:
     @property
     def captured(self) -> bool: ...
     @property
+    def inside(self) -> bool: ...
+    pool: tuple[Any, ...] | None
+    @property
     def begun(self) -> int: ...
     @property
     def setup_result(self) -> bytes: ...
@@ -113,13 +116,20 @@ class Comm:
         alike: bool,
         number: int,
         deadline: float,
-        stream: int,
-        native: int,
-        dtype: torch.dtype,
-        empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor],
-        pooled: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] | None,
         /,
-    ) -> list[torch.Tensor] | None: ...
+    ) -> list[Any] | None: ...  # tensors; None where an out was written to
+    def bind_torch(
+        self,
+        index: int,
+        enter: Callable[[int], int],
+        leave: Callable[[int], object],
+        stream: Callable[[int], int],
+        empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor],
+        sums: Callable[[list[torch.Tensor], Sequence[torch.Tensor] | None], Sequence[torch.Tensor | None]],
+        refuse: Callable[[str, int], NoReturn],
+        native: Callable[[str], int] | None,
+        /,
+    ) -> None: ...
     def wait(self, deadline: float, /) -> None: ...
     def compare(
         self, op: str, text: str, plan: Plan, forward: int, number: int, deadline: float, /

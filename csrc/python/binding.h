@@ -51,6 +51,10 @@ typedef struct {
  * more dims. Returns 0, or -1 and an exception. */
 int spar_py_read_tensor(PyObject *tensor, spar_py_tensor *result, int64_t *numbers);
 
+/* Finds the index of a tensor's device; kind: the tensor's, as it was read. Returns 0, or -1 and an
+ * exception. */
+int spar_py_ordinal(PyObject *tensor, uint64_t kind, int *ordinal);
+
 /* Stores the address of a tensor's first item; returns 0, or -1 and an exception. */
 int spar_py_address(PyObject *tensor, void **address);
 

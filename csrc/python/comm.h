@@ -6,6 +6,13 @@
 
 #include "python/binding.h"
 
+/* What calls that are enqueued use of torch: the arguments of bind_torch, borrowed of `bound`. */
+typedef struct {
+    PyObject *bound; /* NULL before bind_torch */
+    PyObject *index, *enter, *leave, *stream, *empty, *sums, *refuse, *native;
+    long ordinal; /* the index */
+} spar_py_torch;
+
 typedef struct {
     PyObject_HEAD
     char group[64];   /* for messages */
@@ -14,6 +21,10 @@ typedef struct {
     int64_t compared; /* the number of the newest call that comm_compare began */
     spar_comm *comm;
     spar_setup_result setup_result;
+    /* Of calls that are enqueued: */
+    spar_py_torch torch;
+    PyObject *pool; /* what routes torch's allocations to memory that peers write to; NULL: none */
+    char inside;    /* whether one is under way */
 } comm_object;
 
 /* The communicator of a Comm; NULL and an exception once it was closed. */
@@ -34,5 +45,9 @@ PyObject *spar_comm_py_fail(PyObject *self, PyObject *args);
 PyObject *spar_comm_py_enqueue(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 extern const char spar_py_enqueue_doc[];
 PyObject *spar_comm_py_wait(PyObject *self, PyObject *args);
+PyObject *spar_comm_py_bind_torch(PyObject *self, PyObject *args);
+extern const char spar_py_bind_torch_doc[];
+PyObject *spar_comm_py_pool(PyObject *self, void *closure);
+int spar_comm_py_set_pool(PyObject *self, PyObject *pool, void *closure);
 
 #endif

@@ -2,9 +2,11 @@
 /* spar._C.Comm: one rank's part of a group. */
 #include "python/comm.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
 static PyTypeObject *comm_type;
 
@@ -39,6 +41,9 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     }
     object->comm = NULL;
     object->closing = object->begun = object->compared = 0;
+    object->torch = (spar_py_torch){0};
+    object->pool = NULL;
+    object->inside = 0;
     snprintf(object->group, sizeof object->group, "%s", group);
     spar_status status;
     Py_BEGIN_ALLOW_THREADS; /* it may ask a name server, or compile kernels */
@@ -76,6 +81,8 @@ static void comm_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     comm_close((comm_object *)self);
+    Py_XDECREF(((comm_object *)self)->torch.bound);
+    Py_XDECREF(((comm_object *)self)->pool);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -156,14 +163,24 @@ static PyGetSetDef comm_getset[] = {
     {"captured", comm_captured, NULL, "whether a graph has a call", NULL},
     {"begun", comm_begun, NULL, "the number of the newest call that the transport has: it reports failures",
      NULL},
+    {"pool", spar_comm_py_pool, spar_comm_py_set_pool,
+     "what routes this thread's allocations by torch to memory that peers can write to: a tuple that begins\n"
+     "with begin(), end() and release(), which enqueue calls around the outputs (outputs.h); or None",
+     NULL},
     {"setup_result", comm_setup_result, NULL, "what all ranks must see of the newest stage, as bytes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef comm_members[] = {
+    {"inside", T_BOOL, offsetof(comm_object, inside), READONLY, "whether enqueue is under way"},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyMethodDef comm_methods[] = {
     {"connect", comm_connect, METH_VARARGS, "connect(all ranks' setup_result, deadline): second stage"},
     {"exchange", (PyCFunction)(void (*)(void))spar_comm_py_exchange, METH_FASTCALL, spar_py_exchange_doc},
     {"enqueue", (PyCFunction)(void (*)(void))spar_comm_py_enqueue, METH_FASTCALL, spar_py_enqueue_doc},
+    {"bind_torch", spar_comm_py_bind_torch, METH_VARARGS, spar_py_bind_torch_doc},
     {"wait", spar_comm_py_wait, METH_VARARGS,
      "wait(deadline): returns when all that was given to a stream is over; raises what broke it."},
     {"compare", spar_comm_py_compare, METH_VARARGS,
@@ -193,6 +210,7 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_doc, "A rank's part in a group."},
     {Py_tp_dealloc, comm_dealloc},
     {Py_tp_getset, comm_getset},
+    {Py_tp_members, comm_members},
     {Py_tp_methods, comm_methods},
     {0, NULL},
 };

@@ -107,6 +107,17 @@ static uint64_t kind_of(const dl_tensor *tensor)
     return device << 32 | (uint64_t)tensor->dtype.lanes << 16 | tensor->dtype.bits << 8 | tensor->dtype.code;
 }
 
+int spar_py_ordinal(PyObject *tensor, uint64_t kind, int *ordinal)
+{
+    *ordinal = (int16_t)(kind >> 32);
+    if (kind)
+        return 0;
+    PyObject *number = PyObject_CallMethod(tensor, "get_device", NULL);
+    *ordinal = number ? (int)PyLong_AsLong(number) : 0;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int ask_for_address(PyObject *tensor, void **address)
 {
     PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);

@@ -7,11 +7,12 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,10 @@ from ..errors import SparError
 # without CUDA torch has none of them, or a dummy
 _cuda = torch.cuda._is_compiled()
 stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream if _cuda else lambda index: 0
-_current_device: Callable[[], int] = torch._C._cuda_getDevice if _cuda else lambda: -1
+# Make a device the thread's current one, and return the one before; restore that. `on_device` takes longer.
+enter_device: Callable[[int], int] = torch._C._cuda_exchangeDevice if _cuda else operator.index
+leave_device: Callable[[int], int] = torch._C._cuda_maybeExchangeDevice if _cuda else operator.index
 _capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _cuda else lambda: False
-
-
-def is_current(index: int) -> bool:
-    """Whether the device is the thread's current one. Making it so, as `on_device` does, takes longer."""
-    current: int = _current_device()
-    return current == index
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -52,26 +49,50 @@ if _cuda:
     empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty)
 
 
-def pooled_empty(device: torch.device) -> Empty | None:
-    """Return `empty` over a new pool, whose segments the core allocates (csrc/devices/cuda/outputs.h).
+class OutputPool(NamedTuple):
+    """A pool of torch's allocator whose segments the core allocates (csrc/devices/cuda/outputs.h).
+
+    What `torch.cuda.use_mem_pool` does, bound once: as a context manager it takes longer than the allocation.
+    One thread at a time may be between `begin` and `release`: torch raises in others.
+
+    Attributes:
+        begin: let this thread's allocations on the device come from the pool.
+        end: let them come from elsewhere again.
+        release: balance `begin`, which counts a user of the pool.
+        memory: torch's pool, which lives as long.
+    """
+
+    begin: Callable[[], object]
+    end: Callable[[], object]
+    release: Callable[[], object]
+    memory: Any
+
+
+def pooled_empty(device: torch.device) -> OutputPool | None:
+    """Return a new pool, in which `empty` allocates outputs on the device.
 
     None: this torch has no pools, or none that can be restricted to a thread; or its pools raise when they
     allocate, as in torch 2.8 and 2.9 with expandable segments.
     """
-    if not _cuda or not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)  # torch 2.8
+    if not _cuda or begin is None:
         return None
-
-    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(pool, device):
-            return empty(shape, strides, dtype)
-
     try:
         with on_device(device):
-            pool = torch.cuda.MemPool(_segments().allocator())
-            allocate((1,), (1,), torch.uint8)
+            memory = torch.cuda.MemPool(_segments().allocator())
+            place = device.index, memory.id
+            end = functools.partial(torch._C._cuda_endAllocateToPool, *place)
+            release = functools.partial(torch._C._cuda_releasePool, *place)
+            pool = OutputPool(functools.partial(begin, *place), end, release, memory)
+            pool.begin()
+            try:
+                empty((1,), (1,), torch.uint8)
+            finally:
+                pool.end()
+                pool.release()
     except Exception:  # whatever torch lacks here: this rank must not fail alone, and images serve
         return None
-    return allocate
+    return pool
 
 
 @functools.cache  # for good: pools use it when their last tensors are freed

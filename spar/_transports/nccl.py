@@ -9,11 +9,12 @@ used as after any operation, and none needs `record_stream`. Small calls stage i
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,14 @@ from .._control import collectives
 from .._control.agreement import announce_failure, compare
 from .._control.state import LOCAL, SHARED, GroupState
 from ..errors import SparError
+from .channel import Run
 from .core import CoreChannel
 from .cuda import (
-    Empty,
+    OutputPool,
     empty,
+    enter_device,
     is_capturing,
-    is_current,
+    leave_device,
     on_device,
     refuse_open_group,
     stream_of,
@@ -92,7 +95,6 @@ class NcclChannel(CoreChannel):
     sides = _C.SIDE_PULL
     core: _C.Comm
     enqueues = True
-    pooled: Empty | None = None  # allocates outputs that peers can write to
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
@@ -104,7 +106,6 @@ class NcclChannel(CoreChannel):
         native = self.device.native()
         super().__init__(group, _C.comm("nccl", *place, self.device.index, native))
         self.has_native = native != 0
-        self.inside = False  # whether a call is under way
         self._grace = _GRACE
 
     def watch(self) -> None:
@@ -120,37 +121,45 @@ class NcclChannel(CoreChannel):
         """
         if self.core.broken is None:
             return False
-        self._grace -= self.inside
-        return not self.inside or self._grace <= 0
+        inside = self.core.inside
+        self._grace -= inside
+        return not inside or self._grace <= 0
 
     def abort_native(self) -> None:
         with contextlib.suppress(RuntimeError):  # torch was quicker
             self.device.abort()
 
-    def exchange(
-        self,
-        core: _C.Exchange,
-        inputs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor] | None,
-        forward: int,
-        alike: bool,
-        number: int,
-        deadline: float,
-    ) -> list[Any] | None:
-        index = inputs[0].get_device()
-        if index != self.device.index:
-            group = self.group
-            raise SparError(
-                f"{core.op} on rank {group.rank}: the tensor is on cuda:{index}; "
-                f"group {group.name!r} was set up on cuda:{self.device.index}",
-                **group.where(core.op),
-            )
-        if is_current(index):
-            return self._enqueue(core, inputs, outs, forward, alike, number, deadline)
-        with on_device(self.device.place):
-            return self._enqueue(core, inputs, outs, forward, alike, number, deadline)
+    @property
+    def pooled(self) -> OutputPool | None:
+        """The pool of outputs that peers can write to."""
+        return cast(OutputPool | None, self.core.pool)
 
-    def _enqueue(
+    @pooled.setter
+    def pooled(self, pool: OutputPool | None) -> None:
+        self.core.pool = pool
+
+    @functools.cached_property
+    def exchange(self) -> Run:
+        """The core's function for calls, which is all that runs, after the first access has bound it."""
+        native = self._native if self.name == NcclChannel.name else None  # push uses no NCCL
+        index, place = self.device.index, (enter_device, leave_device, stream_of, empty)
+        self.core.bind_torch(index, *place, sums_of, self._refuse, native)
+        return self._compare_and_enqueue if self.group.synchronous else self.core.enqueue
+
+    def _native(self, op: str) -> int:
+        """Return torch's communicator, or 0; raise where NCCL would defer what it is given."""
+        refuse_open_group(op, self.device.place)
+        return self.device.native()
+
+    def _refuse(self, op: str, index: int) -> NoReturn:
+        group = self.group
+        raise SparError(
+            f"{op} on rank {group.rank}: the tensor is on cuda:{index}; "
+            f"group {group.name!r} was set up on cuda:{self.device.index}",
+            **group.where(op),
+        )
+
+    def _compare_and_enqueue(
         self,
         core: _C.Exchange,
         inputs: Sequence[torch.Tensor],
@@ -160,42 +169,23 @@ class NcclChannel(CoreChannel):
         number: int,
         deadline: float,
     ) -> list[Any] | None:
-        """Return when the exchange is in the current stream."""
-        group, device = self.group, self.device
-        compares = group.synchronous and not is_capturing(device.place)
-        if compares:
+        """Compare the call with those of the other ranks before it is issued; return when it is over.
+
+        Nothing is compared inside a capture, whose calls have no end.
+        """
+        call = core, inputs, outs, forward, alike, number, deadline
+        if (index := inputs[0].get_device()) != self.device.index:
+            self._refuse(core.op, index)
+        with on_device(self.device.place):
+            if is_capturing(self.device.place):
+                return self.core.enqueue(*call)
             planned = core.plan(inputs, self.sides, alike)
             if planned is None:
                 return None
-            compare(group, core, planned[0], forward, number, deadline)
-        refuse_open_group(core.op, device.place)
-        self.inside = True  # before torch's communicator is asked for: it is not aborted meanwhile
-        try:
-            stream, native = stream_of(device.index), device.native()
-            targets, dtype = None if core.sums else outs, inputs[0].dtype
-            outputs = self.core.enqueue(
-                core,
-                inputs,
-                targets,
-                forward,
-                alike,
-                number,
-                deadline,
-                stream,
-                native,
-                dtype,
-                empty,
-                self.pooled,
-            )
-        finally:
-            self.inside = False
-        if outputs is None:
-            return None
-        if compares:
+            compare(self.group, core, planned[0], forward, number, deadline)
+            outputs = self.core.enqueue(*call)
             self.core.wait(deadline)
-        if core.sums:
-            return sums_of(outputs, outs)
-        return outputs if outs is None else [None] * len(outs)
+        return outputs
 
     def report(self, op: str, why: str, memory: bool, deadline: float) -> None:
         if self.group.synchronous:

@@ -64,6 +64,10 @@ def test_lists_and_gradients_on_two_streams(gpus: Ranks) -> None:
     gpus(3, over_push, 4 * SLOT, push_direct.check_lists_and_gradients)
 
 
+def test_output_that_cannot_be_allocated_in_the_pool(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, push_direct.check_full)
+
+
 def test_outputs_outlive_their_group(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, push_direct.check_close)
 
@@ -147,18 +151,28 @@ def test_pools_that_raise_when_they_allocate_are_not_used(
     monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
     """As torch 2.8 and 2.9 do with expandable segments: outputs are images then, on this rank alone."""
+    calls: list[tuple[str, int, tuple[int, int]]] = []
 
-    @contextlib.contextmanager
-    def use(pool: object, device: torch.device) -> Iterator[None]:
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> None:
         if raises:
             raise RuntimeError("MemPool doesn't currently support expandable_segments.")
-        yield
 
+    names = {
+        "begin": "_cuda_beginAllocateCurrentThreadToPool",
+        "end": "_cuda_endAllocateToPool",
+        "release": "_cuda_releasePool",
+    }
     monkeypatch.setattr(cuda, "_cuda", True)
     monkeypatch.setattr(cuda, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_segments", mock.Mock())
-    monkeypatch.setattr(cuda, "empty", lambda shape, strides, dtype: torch.empty_strided(shape, strides))
-    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
-    assert (cuda.pooled_empty(torch.device("cuda", 0)) is None) == raises
+    monkeypatch.setattr(cuda, "empty", empty)
+    for what, name in names.items():
+        note = lambda index, pool, what=what: calls.append((what, index, pool))  # noqa: E731
+        monkeypatch.setattr(torch._C, name, note, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", mock.Mock(return_value=mock.Mock(id=(3, 0))))
+    pool = cuda.pooled_empty(torch.device("cuda", 1))
+    assert (pool is None) == raises
+    assert calls == [(what, 1, (3, 0)) for what in names]  # once, and balanced
+    if pool is not None:
+        pool.begin()
+        assert calls.pop() == ("begin", 1, (3, 0))

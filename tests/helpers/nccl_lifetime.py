@@ -181,8 +181,7 @@ def check_no_staging(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """One rank finds no memory to stage a call: its peers raise, and do not wait for its bytes."""
     comm = set_up(group)
     channel: Any = comm.channels["cuda"]
-    channel.device.index = -1  # CPU tensors take the way of CUDA's
-    comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]
+    comm.channels["cpu"], comm.transports["cpu"] = channel, comm.transports["cuda"]  # CPU tensors, too
     args = pair(even(0, 2 * world), even(1, 10000 * world))  # more than the group keeps
     exchange, x = Exchange("all_to_all", comm, (args,)), torch.zeros(2, 10000 * world)
 

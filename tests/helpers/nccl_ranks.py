@@ -59,20 +59,24 @@ def _call(name: str, *args: Any) -> None:
 class Stream:
     """A stream of the stand-in, current for the calls inside `with`."""
 
+    current = 0
+
     def __init__(self) -> None:
         self.handle = ctypes.c_void_p()
         driver("cuStreamCreate", ctypes.pointer(self.handle), ctypes.c_uint(1))
 
     def __enter__(self) -> Stream:
-        self.before = nccl.stream_of
-        nccl.stream_of = lambda index: self.handle.value or 0
+        self.before, Stream.current = Stream.current, self.handle.value or 0
         return self
 
     def __exit__(self, *error: object) -> None:
-        nccl.stream_of = self.before
+        Stream.current = self.before
 
     def synchronize(self) -> None:
         driver("cuStreamSynchronize", self.handle)
+
+
+nccl.stream_of = lambda index: Stream.current
 
 
 def device_address(address: int) -> int:
@@ -96,8 +100,11 @@ class OnDevice:
 class Allocator:
     """Staging memory as torch's allocator has it: what is freed is used again in the order of its stream.
 
-    Here that is at once: the stream overwrites it. Memory of a capture belongs to the graph.
+    Here that is at once: the stream overwrites it. Memory of a capture belongs to the graph. Outputs are of
+    `pool` while there is one: a call that has begun to allocate in it.
     """
+
+    pool: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Any] | None = None
 
     def __init__(self) -> None:
         self.free: dict[int, list[torch.Tensor]] = {}  # by stream
@@ -105,6 +112,8 @@ class Allocator:
         self.taken: list[int] = []
 
     def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+        if self.pool is not None:
+            return self.pool(shape, strides, dtype)
         if dtype is not torch.uint8:  # an output
             return torch.empty_strided(shape, strides, dtype=dtype)
         (count,) = shape

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.nccl_ranks import OnDevice, Stream, set_up, wait, within
+from helpers.nccl_ranks import OnDevice, Stream, allocator, set_up, wait, within
 from helpers.tables import numbers
 from spar import _C
 from spar._group.group import Group
-from spar._transports import nccl, push
+from spar._transports import push
+from spar._transports.cuda import OutputPool
 from spar._transports.dtypes import ITEM_TYPES
 
 ON_DEVICE = 1 << 50  # tests/standin/memory.h
@@ -28,9 +29,13 @@ ON_DEVICE = 1 << 50  # tests/standin/memory.h
 
 class Pool:
     """torch's pool, in short: it takes segments from the core, and uses what is freed again at once, in the
-    order of its stream, where work overwrites it."""
+    order of its stream, where work overwrites it.
 
-    def __init__(self, device: torch.device) -> None:
+    users: calls that have begun to allocate in it, and not released it.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
         core = ctypes.CDLL(_C.__file__)
         core.spar_outputs_allocate.restype = ctypes.c_void_p
         self.core, self.state = core, {"open": True}
@@ -38,7 +43,7 @@ class Pool:
         weakref.finalize(self, _close, core, self.state, self.free).atexit = False
 
     def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
-        count, stream = math.prod(shape), nccl.stream_of(0)
+        count, stream = math.prod(shape), Stream.current
         size = max(512, (count * dtype.itemsize + 511) // 512 * 512)
         free = self.free.setdefault(stream, [])
         fitting = [block for block in free if block[1] == size]
@@ -53,6 +58,18 @@ class Pool:
         what = self.core, self.state, free, (address, size), stream
         weakref.finalize(output, _release, *what).atexit = False
         return output
+
+    def begin(self) -> None:
+        assert allocator.pool is None and self.users == 0
+        allocator.pool, self.users = self, 1
+
+    def end(self) -> None:
+        assert allocator.pool is self
+        allocator.pool = None
+
+    def release(self) -> None:
+        assert allocator.pool is None
+        self.users -= 1
 
     def _segment(self, size: int) -> int:
         address: int = self.core.spar_outputs_allocate(ctypes.c_size_t(size), 0, None)
@@ -75,7 +92,12 @@ def _close(core: Any, state: dict[str, bool], free: dict[int, list[tuple[int, in
             core.spar_outputs_free(ctypes.c_void_p(address), ctypes.c_size_t(size), 0, None)
 
 
-push.pooled_empty = Pool
+def _pooled(device: torch.device) -> OutputPool:
+    pool = Pool()
+    return OutputPool(pool.begin, pool.end, pool.release, pool)
+
+
+push.pooled_empty = _pooled
 
 
 def exchange(comm: Group, op: str, args: tuple[int, ...], xs: list[torch.Tensor]) -> list[Any]:
@@ -153,7 +175,9 @@ def check_lists_and_gradients(rank: int, world: int, group: dist.ProcessGroup) -
     comm = set_up(group)
     streams, rows = [Stream(), Stream()], 16 * world
     channel: Any = comm.channels["cuda"]
-    channel.pooled = Mixed(channel.pooled) if rank == 0 else channel.pooled
+    if rank == 0:
+        pool = Mixed(channel.pooled.memory)
+        channel.pooled = OutputPool(pool.begin, pool.end, pool.release, pool)
     kept = []
     for turn in range(4):
         xs = [numbered(turn + k, rank, 16, 80 * world - k * world) for k in range(3)]
@@ -176,10 +200,11 @@ def check_lists_and_gradients(rank: int, world: int, group: dist.ProcessGroup) -
     comm.close()
 
 
-class Mixed:
+class Mixed(Pool):
     """A pool in whose slot is only the second output of a call of three, and each of the ways back."""
 
     def __init__(self, pool: Pool) -> None:
+        super().__init__()
         self.pool, self.calls = pool, 0
 
     def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -195,6 +220,36 @@ class Mixed:
 def slots() -> tuple[int, int]:
     """The bytes of this process's slots, and of them those of outputs."""
     return _C.device_stats()[2:]
+
+
+def check_full(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A call whose second output cannot be allocated leaves the pool, and the group usable."""
+    comm = set_up(group)
+    channel: Any = comm.channels["cuda"]
+    pool = channel.pooled.memory
+    shapes: list[tuple[int, ...]] = []
+
+    class Full(Pool):
+        def __call__(self, shape: tuple[int, ...], *rest: Any) -> Any:
+            shapes.append(shape)
+            if len(shapes) == 2:
+                raise torch.OutOfMemoryError("no bytes for the second output")
+            return pool(shape, *rest)
+
+    full = Full()
+    channel.pooled = OutputPool(full.begin, full.end, full.release, full)
+    xs = [numbered(k, rank, 40, 100) for k in range(2)]
+    with Stream() as stream:
+        with pytest.raises(torch.OutOfMemoryError, match="second output"):
+            exchange(comm, "all_to_all", (1, 0, 40 * world), xs)
+        assert shapes == [(40 * world, 100 // world)] * 2 and (allocator.pool, full.users) == (None, 0)
+        dist.barrier(group)
+        got = exchange(comm, "all_to_all", (1, 0, 40 * world), xs)
+        stream.synchronize()
+    assert all(torch.equal(values(y), wanted(k, rank, [40] * world, 100)) for k, y in enumerate(got))
+    assert full.users == 0
+    wait(comm)
+    comm.close()
 
 
 def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:

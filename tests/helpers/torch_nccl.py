@@ -64,6 +64,12 @@ def on_device(device: torch.device) -> Iterator[None]:
     _thread.index = before
 
 
+def enter_device(index: int) -> int:
+    """Make a device the thread's current one; return the one before."""
+    before, _thread.index = _thread.index, index
+    return before
+
+
 def _place_of_caller(device: torch.device) -> Callable[[], None]:
     """Stand in for the function of torch, which needs CUDA."""
     index = _thread.index
@@ -229,6 +235,8 @@ def torch_nccl(
         patch.setattr(connecting, "_place_of_caller", _place_of_caller)
         for module in (cuda, nccl):
             patch.setattr(module, "on_device", on_device)
+        for name in ("enter_device", "leave_device"):
+            patch.setattr(nccl, name, enter_device)
         patch.setenv(FAILURES, "CommInitRank:1")  # no other is made
         try:
             yield backend
