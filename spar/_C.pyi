@@ -145,6 +145,26 @@ class Comm:
     ]: ...
     def close(self) -> None: ...
 
+class Turn:
+    _owner: int
+    _closes: bool
+    _acquire: Callable[[], object]
+    _release: Callable[[], object]
+    _is_profiled: Callable[[], bool]
+    def exchange(
+        self,
+        op: str,
+        device: str | None,
+        core: Any,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None = None,
+        forward: Any = 0,
+        alike: bool = False,
+        queued: bool = False,
+        action: Callable[[float], Any] | None = None,
+        /,
+    ) -> Any: ...
+
 class Mode:
     _is_watching: bool
     def __torch_function__(
@@ -161,6 +181,24 @@ class Mode:
     @property
     def word(self) -> int: ...
 
+def use_repeat(
+    groups: dict[int, Any],
+    resolve: Callable[[Any, str], Any],
+    tensor: type,
+    parameter: type,
+    modes: Callable[[], int],
+    transforms: Callable[[], bool],
+    forward_ad: Any,
+    records: Callable[[], bool],
+    apply: Callable[..., tuple[torch.Tensor, ...]],
+    unlike: type[Exception],
+    advise: Callable[[BaseException, int], None],
+    /,
+) -> None: ...
+def repeat(
+    name: str, input_: Any, group: Any, arguments: Any, /
+) -> tuple[Any, tuple[object, ...] | None]: ...
+def again(exchange: Any, inputs: Sequence[torch.Tensor], /) -> Sequence[torch.Tensor]: ...
 def words_differ(words: Sequence[int], /) -> bool: ...
 def use_view(
     tensor: type,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The module spar._C. */
 #include "python/binding.h"
+#include "python/turn.h"
 #include "python/view.h"
 #include "base/cgroup.h"
 #include "base/cores.h"
@@ -330,12 +331,15 @@ PyMODINIT_FUNC PyInit__C(void)
     if (!module)
         return NULL;
     PyObject *plan = spar_plan_type(), *exchange = spar_exchange_type(), *comm = spar_comm_type();
-    PyObject *mode = spar_mode_type();
-    if (!plan || !exchange || !comm || !mode || PyModule_AddFunctions(module, spar_py_setup_methods) < 0 ||
+    PyObject *mode = spar_mode_type(), *turn = spar_turn_type();
+    if (!plan || !exchange || !comm || !mode || !turn ||
+        PyModule_AddFunctions(module, spar_py_setup_methods) < 0 ||
         PyModule_AddFunctions(module, spar_py_view_methods) < 0 ||
+        PyModule_AddFunctions(module, spar_py_repeated_methods) < 0 ||
         PyModule_AddObjectRef(module, "Plan", plan) < 0 ||
         PyModule_AddObjectRef(module, "Exchange", exchange) < 0 ||
         PyModule_AddObjectRef(module, "Comm", comm) < 0 || PyModule_AddObjectRef(module, "Mode", mode) < 0 ||
+        PyModule_AddObjectRef(module, "Turn", turn) < 0 ||
         PyModule_AddStringConstant(module, "version", SPAR_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SIDE_PULL", SPAR_SIDE_PULL) < 0 ||
         PyModule_AddIntConstant(module, "MOST_TENSORS", SPAR_GROUP_TENSORS) < 0 ||

@@ -16,11 +16,12 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .. import _C
 from .exchange import Chain, Exchange, Tensors
 from .observers import _functorch_transforms, must_record
 
-# what is recorded, and what runs it: one argument, because torch spends time on each
-Recorded = tuple[Exchange | Chain, Callable[[Tensors], Tensors]]
+# What is recorded, and what runs it; None: `_C.again`. One argument, because torch spends time on each.
+Recorded = tuple[Exchange | Chain, Callable[[Tensors], Tensors] | None]
 
 
 class SparExchange(torch.autograd.Function):
@@ -30,9 +31,14 @@ class SparExchange(torch.autograd.Function):
     def forward(ctx: Any, call: Recorded, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         exchange, run = call
         ctx.exchange = exchange
-        outputs = tuple(run(inputs))
-        ctx.forward = exchange.number()
-        return outputs
+        if run is None:  # no tracer is there, and no Chain
+            repeated: Any = exchange
+            outputs = _C.again(exchange, inputs)
+            ctx.forward = repeated.group.calls
+        else:
+            outputs = run(inputs)
+            ctx.forward = exchange.number()
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

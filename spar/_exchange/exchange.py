@@ -71,7 +71,7 @@ def scaled(part: torch.Tensor, factor: float, divide: bool) -> torch.Tensor:
 
 
 class Unlike(Exception):
-    """The tensors are not like those for which a group remembers an exchange: see `Exchange.again`."""
+    """The tensors are not like those for which a group remembers an exchange: see `_C.again`."""
 
 
 class Exchange:
@@ -239,30 +239,6 @@ class Exchange:
                 break
         outputs: list[Any] = group.exchange(self.name, device, core, inputs, outs, forward, False, queued)
         return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
-
-    def again(self, inputs: Tensors) -> Tensors:
-        """Run it for plain tensors that no tracer must see.
-
-        Raises:
-            Unlike: they do not have the dtype, device and shapes of the newest ones; nothing was exchanged.
-        """
-        if self.prepared is None:
-            raise Unlike
-        core, dtype, device, kind, negates = self.prepared
-        # The core knows DLPack's names of dtypes, which some share, such as int2 and int3.
-        for x in inputs:
-            if x.dtype is not dtype or (negates and (x.is_neg() or x.is_conj())):
-                raise Unlike
-        if self.kind == SUM:
-            try:
-                inputs = [x.unsqueeze(0) for x in inputs]
-            except RuntimeError:  # A nested tensor, which the checks refuse.
-                raise Unlike from None
-        group: Any = self.group
-        outputs: list[Any] | None = group.exchange(self.name, device, core, inputs, None, 0, True)
-        if outputs is None:
-            raise Unlike
-        return outputs if kind else self._finish(outputs, None, dtype)
 
     def _select(self, x: torch.Tensor, args: Args) -> torch.Tensor:
         """Select this rank's shard of a whole tensor, as a view if it is contiguous and unscaled."""

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .. import _C
 from .._control.mismatch import add_advice
 from .._group.registry import by_process_group
 from .._transports.dtypes import PLAIN_TYPES
@@ -67,7 +68,7 @@ def _key_part(argument: Any) -> object:
 
 
 def repeat(name: str, input_: Any, group: Group, arguments: Key) -> tuple[Any, Key]:
-    """Exchange a tensor or a list of them as an equal call did before.
+    """Exchange a tensor or a list of them as an equal call did before: in C, csrc/python/repeated.c.
 
     Args:
         arguments: all other arguments of the operation; None: this call is not remembered.
@@ -78,33 +79,18 @@ def repeat(name: str, input_: Any, group: Group, arguments: Key) -> tuple[Any, K
     """
     if arguments is None or is_dynamo_compiling():
         return None, None
-    state = by_process_group.get(id(group))
-    if state is None:
-        state = by_process_group.get(id(process_group(group, name)))
-    if state is None or forward_ad._current_level >= 0 or _dispatch_modes() > 0 or _functorch_transforms():
-        return None, None
-    one = not isinstance(input_, (list, tuple))
-    inputs = (input_,) if one else input_
-    records = False
-    for x in inputs:
-        if type(x) not in PLAIN_TYPES:
-            return None, None
-        records = records or x.requires_grad
-    if not inputs:
-        return None, None
-    records = records and torch.is_grad_enabled()
-    # the core compares dtypes, devices and shapes; numel keeps apart those that alternate, as of Q and K
-    key = name, arguments, records, one, inputs[0].numel()
-    exchange = state.exchanges.get(key)
-    if exchange is None:
-        return None, key
-    before = state.calls if state.queue is None else state.count()
-    try:
-        outputs = apply_plain((exchange, exchange.again), *inputs) if records else exchange.again(inputs)
-        return (outputs[0] if one else list(outputs)), None
-    except Unlike:
-        return None, key
-    except BaseException as error:
-        state.report(name, inputs[0].device.type, error, before + 1)
-        add_advice(error, 0 if one else len(inputs))
-        raise
+    return _C.repeat(name, input_, group, arguments)
+
+
+_C.use_repeat(
+    by_process_group,
+    process_group,
+    *PLAIN_TYPES,
+    _dispatch_modes,
+    _functorch_transforms,
+    forward_ad,
+    torch.is_grad_enabled,
+    apply_plain,
+    Unlike,
+    add_advice,
+)

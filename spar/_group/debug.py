@@ -32,7 +32,7 @@ def described(group: Group) -> str:
 
 def _calls(group: Group) -> Iterator[str]:
     owner, queue = group._owner, group.queue
-    where = "no call is under way" if owner is None else f"thread {owner} is in a call"
+    where = f"thread {owner} is in a call" if owner else "no call is under way"
     flight = 0 if queue is None else queue.in_flight()
     progress = OVER if group.core_has(group.calls) else group.progress
     yield f"calls: {group.calls}, {flight} in flight; {where}; the newest: {_STAGES[progress]}"

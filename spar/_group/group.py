@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,11 +29,10 @@ from .profiling import is_profiled, profiled
 from .queue import Job, Queue
 
 MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
-_MOST_REMEMBERED = 256  # keys of exchanges
 
 
-class Group(GroupState):
-    """What spar does with one process group on this rank.
+class Group(GroupState, _C.Turn):
+    """What spar does with one process group on this rank. Its `exchange` is in C: csrc/python/turn_type.c.
 
     Attributes:
         channels: the transport of each device type.
@@ -52,9 +51,9 @@ class Group(GroupState):
         self.newest: _C.Exchange | None = None
         self.view: _C.Mode | None = None
         self._newest_queue: Queue | None = None
+        self._is_profiled = is_profiled
         self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread whose call it is
-        self._closes = False  # when the call under way ends
+        self._acquire, self._release = self._lock.acquire, self._lock.release
 
     # ---- calls ----
 
@@ -72,85 +71,11 @@ class Group(GroupState):
         """Return how many calls this rank has made, those in flight included."""
         return self.calls if self.queue is None else self.queue.count()
 
-    def exchange(
-        self,
-        op: str,
-        device: str | None,
-        core: Any,
-        inputs: Sequence[torch.Tensor] = (),
-        outs: Sequence[torch.Tensor] | None = None,
-        forward: Any = 0,
-        alike: bool = False,
-        queued: bool = False,
-        action: Callable[[float], Any] | None = None,
-    ) -> Any:
-        """Run one exchange in its turn among this rank's calls on the group; set the group up if it is not.
-
-        An exception is reported to the peers as the failure of this rank's call, or breaks the group.
-
-        Args:
-            op: the operation's name.
-            device: the type of the device where the call's tensors lie; None: not known.
-            core, inputs, outs, forward, alike: as in `Channel.exchange`. Where that returns None, it was no
-                call.
-            queued: it is the turn of a call in flight; others wait until none is before them.
-            action: what `in_turn` runs instead. One function serves both, because an exchange enters few.
-        """
-        thread = threading.get_ident()
-        registry = self._registry
-        if (
-            self.process != fork.process
-            or self._owner == thread
-            or (registry is not None and not queued and self._process_group() not in registry)
-        ):
-            raise self._refusal(op)
-        timeout = self.timeout
-        deadline = self.deadline() if timeout is None else time.monotonic() + timeout
-        before = None
-        try:
-            if self.queue is not None and not queued:
-                self.queue.drain()
-            with self._lock:  # Python runs signal handlers after it, once its release is sure
-                before = self.calls
-                try:
-                    self._owner = thread
-                    self.progress = LOCAL
-                    if self.broken is not None:
-                        raise self.broken_error(op)
-                    if action is not None:
-                        return action(deadline)
-                    channel = self.channels.get(device)  # type: ignore[arg-type]
-                    if channel is None:
-                        channel = self._set_up(op, inputs[0].device, deadline)
-                    if not alike and len(self.exchanges) > _MOST_REMEMBERED:
-                        self.exchanges.clear()
-                    self.calls = number = before + 1
-                    self.newest = core
-                    if self.view is not None and not forward and not queued:
-                        forward = self.view.word
-                    run = self._observed(channel) if self.logs_calls or is_profiled() else channel.exchange
-                    outputs = run(core, inputs, outs, forward, alike, number, deadline)
-                    if outputs is None:
-                        self.calls = before
-                    return outputs
-                except BaseException as error:
-                    self._fail_call(op, device, error, before, deadline)
-                    raise
-                finally:
-                    self._owner = None
-        except BaseException as error:
-            if before is None:
-                self._interrupt(op, error)
-            raise
-        finally:
-            if self._closes:
-                self._close_when_idle()
-
     def in_turn(
         self, op: str, device: str | None, action: Callable[[float], Any], queued: bool = False
     ) -> Any:
         """Return action(deadline), which has its turn and fails as an `exchange` does, but is no call."""
-        return self.exchange(op, device, None, queued=queued, action=action)
+        return self.exchange(op, device, None, (), None, 0, False, queued, action)
 
     def _observed(self, channel: Channel) -> Run:
         """Return what runs an exchange on a channel, and shows it in the profile and in the log."""
@@ -375,7 +300,7 @@ class Group(GroupState):
         A call from inside a call on the same group, by a signal handler, say, could never end. A call on a
         destroyed group is refused although shared memory could serve it.
         """
-        if self.process != fork.process:
+        if self.process != os.getpid():  # also of a clone that runs no handlers of a fork
             return TransportError(
                 f"{op} on rank {self.rank}: a forked child cannot exchange on group {self.name!r}, which its "
                 f"parent, process {self.process}, made; exchange in the parent, or make a group here",

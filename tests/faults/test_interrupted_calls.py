@@ -17,7 +17,7 @@ from helpers.processes import await_report, finish, report, start
 from test_local_failures import REPORTED_WITHIN, Alarm, Group, check_later_calls, gather, raise_alarm
 
 import spar
-from spar._group import group as calls
+from spar._group.registry import group_of
 
 pytestmark = [pytest.mark.waits, pytest.mark.spread]
 
@@ -58,14 +58,15 @@ def raise_before_the_exchange(rank: int, world: int, group: Group) -> None:
     check_later_calls(rank, world, group)
     if rank == 0:
         signal.signal(signal.SIGALRM, raise_alarm)
-        looks = calls.is_profiled
+        state = group_of(group)
+        looks = state._is_profiled
 
         def profiled_at_first() -> bool:
-            calls.is_profiled = looks
+            state._is_profiled = looks
             signal.raise_signal(signal.SIGALRM)
             return False
 
-        calls.is_profiled = profiled_at_first
+        state._is_profiled = profiled_at_first
     begin = time.monotonic()
     with pytest.raises((Alarm, spar.MismatchError), match="went off"):
         gather(torch.zeros(2), group, 0)
