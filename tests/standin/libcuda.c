@@ -18,7 +18,8 @@
  * A call of a thread without a current context fails, except of those that need none. cuGetProcAddress finds
  * a function for the CUDA version that introduced it, and later ones; none for per-thread default streams.
  *
- * standin_live() returns the number of objects created and not freed.
+ * standin_live() returns the number of objects created and not freed; standin_calls() the functions that this
+ * thread has called since it called that before, with their number, a line each.
  *
  * Not imitated:
  * - Kernels and copies take any memory of the host, as on a machine that shares all of it with the GPU.
@@ -89,13 +90,13 @@ static int DevicePrimaryCtxRetain(int **context, int device)
 static int CtxGetCurrent(int **context)
 {
     *context = current;
-    return 0;
+    return failure("cuCtxGetCurrent");
 }
 
 static int CtxSetCurrent(int *context)
 {
     current = context;
-    return 0;
+    return failure("cuCtxSetCurrent");
 }
 
 static int CtxSynchronize(void)
@@ -302,7 +303,7 @@ static int ThreadExchangeStreamCaptureMode(int *wanted)
     int before = mode;
     mode = *wanted;
     *wanted = before;
-    return 0;
+    return failure("cuThreadExchangeStreamCaptureMode");
 }
 
 /* The graph that the event's newest record belongs to, if it is still being captured. */

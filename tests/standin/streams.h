@@ -71,7 +71,8 @@ extern _Thread_local int mode; /* the thread's capture mode; 2 is relaxed */
 /* Counts objects created and not freed; standin_live() returns the sum. */
 void count(int by);
 
-/* Returns the code with which STANDIN_FAIL makes this call fail, or 0. */
+/* Counts a call of a function, for standin_calls; returns the code with which STANDIN_FAIL makes it fail, or
+ * 0. */
 int failure(const char *name);
 
 /* Whether the thread has a current context, without which the driver's functions fail. */
