@@ -31,6 +31,7 @@ from .._group.group import Group
 from .._group.profiling import event, is_profiled
 from .._group.queue import Job
 from .._group.registry import group_at
+from .._transports.channel import Channel
 from .._transports.cuda import Beside
 from ..errors import ExchangeTimeoutError, SparError
 from .arguments import Arguments
@@ -128,6 +129,30 @@ class Works(Work):
         return all(work.is_completed() for work in self._works)
 
 
+def _allocate(exchange: Exchange, inputs: Tensors, group: Group, channel: Channel) -> list[torch.Tensor]:
+    """Return outputs for an exchange that has not begun."""
+    try:
+        return [channel.allocate(shape, inputs[0]) for shape in exchange.shapes(inputs)]
+    except SparError as error:
+        name, call = exchange.name, group.count() + 1
+        text, where = f"{group.title(name, call)}: {error}", group.where(name, call)
+        raise type(error)(text, **where, ranks=error.ranks) from None
+
+
+def _give(
+    exchange: Exchange, inputs: Tensors, outs: list[torch.Tensor] | None, forward: int
+) -> tuple[list[torch.Tensor], Beside]:
+    """Give an exchange to the side stream of its device, in whose order new outputs are allocated."""
+    beside = Beside(inputs[0].device, [*inputs, *(outs or ())])
+    targets = None if outs is None else [out.data for out in outs]
+    with torch.no_grad(), beside.entered():
+        made = exchange.run(inputs, forward, targets, False, queued=True)
+    if outs is not None:
+        return outs, beside
+    beside.lend(made)
+    return list(made), beside
+
+
 def begin(
     exchange: Exchange,
     inputs: Tensors,
@@ -151,27 +176,17 @@ def begin(
             channel = group.channel(exchange.name, first.device)
         if may_block and not channel.overlaps:
             return exchange.run(inputs, forward, traced=False), None
-        has_outs = outs is not None
-        if outs is None:
-            try:
-                outs = [channel.allocate(shape, first) for shape in exchange.shapes(inputs)]
-            except SparError as error:
-                name, call = exchange.name, group.count() + 1
-                text, where = f"{group.title(name, call)}: {error}", group.where(name, call)
-                raise type(error)(text, **where, ranks=error.ranks) from None
-        # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
-        targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
-
-        def action() -> None:
-            with beside.entered():
-                exchange.run(inputs, forward, targets, False, queued=True)
-
-        job = None
+        has_outs, job = outs is not None, None
         if channel.enqueues:
-            with torch.no_grad():
-                action()
+            outs, beside = _give(exchange, inputs, outs, forward)
         else:
-            job = group.enqueue(exchange.name, action)
+            if outs is None:
+                outs = _allocate(exchange, inputs, group, channel)
+            # other tensors of the same memory: autograd changes the metadata of the outputs meanwhile
+            targets, beside = [out.data for out in outs], Beside(first.device, [*inputs, *outs])
+            job = group.enqueue(
+                exchange.name, lambda: exchange.run(inputs, forward, targets, False, queued=True)
+            )
         if has_outs:
             note_write(outs)
         return outs, Work(job, beside, functools.partial(note_write, outs) if has_outs else None)

@@ -99,7 +99,7 @@ class Group(GroupState, _C.Turn):
         finally:
             del result  # its traceback has this frame, which would keep the tensors
 
-    def enqueue(self, op: str, action: Callable[[], None]) -> Job:
+    def enqueue(self, op: str, action: Callable[[], object]) -> Job:
         """Run an action that makes one queued exchange, in its turn, on the group's own thread.
 
         The group is set up for the device.

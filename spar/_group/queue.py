@@ -52,7 +52,7 @@ class _Group(Protocol):
 class Job:
     """One call in flight. It keeps its group, and what its action refers to, until it is over."""
 
-    def __init__(self, group: _Group, op: str, action: Callable[[], None]) -> None:
+    def __init__(self, group: _Group, op: str, action: Callable[[], object]) -> None:
         self.group, self.op, self.process = group, op, fork.process
         self.error: BaseException | None = None
         self.over = False
@@ -112,7 +112,7 @@ class Queue:
         """Return how many calls are in flight; takes no lock."""
         return self._issued - self._ended
 
-    def add(self, group: _Group, op: str, action: Callable[[], None]) -> Job:
+    def add(self, group: _Group, op: str, action: Callable[[], object]) -> Job:
         """Append a call; start the thread if there is none."""
         job = Job(group, op, action)
         with self._changed:

@@ -142,6 +142,13 @@ class Beside:
             event.record(self._stream)
             self._event = event
 
+    def lend(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let the current stream use tensors that were allocated in the side stream."""
+        if self._device.type == "cuda":
+            current = _streams.current_stream(self._device)
+            for output in outputs:
+                output.record_stream(current)
+
     def join(self) -> None:
         """Let the current stream wait for the exchange."""
         if self._event is not None:

@@ -30,7 +30,7 @@ class PushChannel(NcclChannel):
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
         self.device = Device(device)
-        self.inside = self.has_native = False
+        self.has_native = False
         place = group.peer_info, group.rank, group.local_ranks, group.name
         CoreChannel.__init__(self, group, _C.comm("push", *place, self.device.index))
 

@@ -18,6 +18,7 @@ from helpers.reference import assert_same, rule
 from torch.utils.flop_counter import FlopCounterMode
 
 import spar
+from spar._exchange import work as works
 from spar._group import queue
 from spar._group.registry import group_of
 
@@ -86,6 +87,32 @@ def check_dtypes(rank: int, world: int, group: Group) -> None:
         y, work = spar.reduce_scatter(torch.ones(world), group, async_op=True)
         work.wait()
         assert y.item() == world
+
+
+def check_given(rank: int, world: int, group: Group) -> None:
+    """A channel that gives calls to a stream allocates their outputs there, and lends them to the caller."""
+    spar.init(group)
+    channel, lent = group_of(group).channels["cpu"], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(channel), "enqueues", True)
+        patch.setattr(works.Beside, "lend", lambda beside, outputs: lent.extend(outputs))
+        for name in ("all_to_all", "all_gather", "reduce_scatter"):
+            x = draw(name, world, rank).requires_grad_()
+            expected = call(name, x.detach(), group, world).clone()
+            y, handle = call(name, x, group, world, async_op=True)
+            assert lent.pop() is y and not lent
+            assert handle.wait()
+            assert_same(y.detach(), expected)
+            y.sum().backward()
+            lent.clear()  # that of the gradient's exchange
+            out = torch.empty_like(expected)
+            got, handle = call(name, x.detach(), group, world, async_op=True, out=out)
+            assert handle.wait() and got is out and not lent
+            assert_same(out, expected)
+
+
+def test_calls_that_are_given_to_a_stream(ranks: Ranks) -> None:
+    ranks(2, check_given)
 
 
 def test_async_moves_any_dtype(ranks: Ranks) -> None:

@@ -146,8 +146,8 @@ spar_status spar_driver_write(CUdeviceptr to, const void *from, size_t bytes);
 /* The capture of the stream into a graph: a number of its own, or 0 if there is none. */
 spar_status spar_driver_capture(void *stream, uint64_t *capture);
 
-/* A number that no other stream of the process has, nor had where the driver is of CUDA 12: a handle may be that
- * of an earlier stream, which was destroyed while it had work. */
+/* A number that no other stream of the process has, nor had where the driver is of CUDA 12: a handle may be
+ * that of an earlier stream, which was destroyed while it had work. */
 spar_status spar_driver_stream_id(void *stream, uint64_t *id);
 
 #define SPAR_TRY_CU(name, ...) SPAR_TRY(spar_driver_check(spar_cu.name(__VA_ARGS__), "cu" #name))
