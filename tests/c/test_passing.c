@@ -88,7 +88,8 @@ static void test_topics(void)
     close_pair(&p);
 }
 
-/* A descriptor arrives as another one of the same file, closed at an exec; one that nobody takes is closed. */
+/* A descriptor arrives as another one of the same file, closed at an exec; one that nobody takes is closed,
+ * too. */
 static void test_descriptors(void)
 {
     pair p = connect_pair();
