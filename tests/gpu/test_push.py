@@ -94,6 +94,12 @@ def test_growth_in_a_call_that_a_rank_does_not_make(gpus: Ranks, makes: str) -> 
 @pytest.mark.parametrize("what", ["words", "signals"])
 def test_slots_that_cannot_be_written_to_fall_back(gpus: Ranks, what: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_broken, what)
+    gpus.stop()  # these processes remember it
+
+
+def test_later_groups_do_not_try_again(gpus: Ranks) -> None:
+    gpus(3, over_push, SLOT, push_direct.check_remembered)
+    gpus.stop()
 
 
 def test_absent_rank_times_out(gpus: Ranks) -> None:

@@ -285,6 +285,7 @@ class PushState(ctypes.Structure):
         ("sync", c_void_p),
         ("stop", POINTER(c_uint32)),
         ("captured", c_int),
+        ("unreached", c_int),
         ("bases", c_void_p * PUSH_RANKS),
     )
 

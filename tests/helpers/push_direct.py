@@ -367,7 +367,6 @@ def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:  # what it writes to others does not arrive: words, or signals as well
             patch.setenv("STANDIN_ASTRAY", {"words": "8192", "signals": "0"}[what])
-        patch.setenv("SPAR_TIMEOUT", "8")
         begin = time.monotonic()
         comm = set_up(group)
         assert time.monotonic() - begin < 7
@@ -379,3 +378,29 @@ def check_broken(rank: int, world: int, group: dist.ProcessGroup, what: str) -> 
     }
     assert re.search(f"{texts[what]} the first exchange over push", dict(transport.rejected)["push"])
     comm.close()
+
+
+def check_remembered(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A group that has all ranks of one whose first exchange failed takes nccl at once; others take push."""
+    groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (0, 2), (0, 1, 2))}
+    kept: list[Group] = []
+
+    def rejection(ranks: tuple[int, ...]) -> str:
+        dist.barrier(group)
+        if rank not in ranks:
+            return ""
+        kept.append(set_up(groups[ranks]))
+        transport = kept[-1].transport("cuda")
+        assert transport.name == ("nccl" if "push" in dict(transport.rejected) else "push"), transport
+        return dict(transport.rejected).get("push", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("STANDIN_ASTRAY", "8192")
+        first = rejection((0, 1))
+    assert rank == 2 or first == "wrong words from rank 1 in the first exchange over push"
+    again = {ranks: rejection(ranks) for ranks in groups}
+    text = "rank 0: earlier group: wrong words from rank 1 in the first exchange over push"
+    assert again == {(0, 1): text if rank < 2 else "", (0, 2): "", (0, 1, 2): text}
+    for comm in kept:
+        comm.close()

@@ -17,8 +17,8 @@ enum {
 };
 
 static const char DURING[] = "while push was set up";
-static const int64_t LIMIT_NS = 20000000000; /* or half of the set-up's: then another transport has time */
-static const int64_t END_NS = 5000000000;    /* for kernels to see that they must end */
+static const int64_t LIMIT_NS = 3000000000; /* or half of the set-up's: then another transport has time */
+static const int64_t END_NS = 5000000000;   /* for kernels to see that they must end */
 
 typedef struct {
     spar_push_state *push;
@@ -122,7 +122,8 @@ static spar_status await(const check *c, const spar_deadline *deadline, spar_rin
     }
     SPAR_TRY(spar_driver_check(state, "cuStreamQuery"));
     uint32_t stop = __atomic_load_n(c->push->stop, __ATOMIC_ACQUIRE);
-    if (stop && stop <= SPAR_KERNEL_RANKS)
+    c->push->unreached = stop && stop <= SPAR_KERNEL_RANKS;
+    if (c->push->unreached)
         return spar_fail_rank(SPAR_TRANSPORT, (int)stop - 1,
                               "rank %d did not send its words in time in the first exchange over push",
                               (int)stop - 1);
@@ -135,9 +136,11 @@ static spar_status compare(const check *c)
         SPAR_TRY_CU(MemcpyDtoH, c->host, (CUdeviceptr)(uintptr_t)c->outputs[round], c->bytes);
         for (int from = 0; from < c->push->world; from++)
             for (int i = 0; i < c->words; i++)
-                if (c->host[from * c->words + i] != word(c, round, from, c->push->rank, i))
+                if (c->host[from * c->words + i] != word(c, round, from, c->push->rank, i)) {
+                    c->push->unreached = 1;
                     return spar_fail_rank(SPAR_TRANSPORT, from,
                                           "wrong words from rank %d in the first exchange over push", from);
+                }
     }
     return SPAR_OK;
 }

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Push: ranks of one host write to each other's GPUs. memory.c maps the slots, rounds.c moves the bytes,
- * check.c makes the first exchanges. */
+ * check.c makes the first exchanges, recall.c keeps those that failed. */
 #include "transports/push/push.h"
 
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
 #include "transports/cuda/state.h"
 #include "transports/push/memory.h"
+#include "transports/push/recall.h"
 #include "transports/rendezvous.h"
 
 #include <stddef.h>
@@ -90,6 +91,7 @@ _Static_assert(sizeof(spar_push_terms) <= sizeof(((spar_setup_result *)0)->token
 static spar_status setup(spar_comm *comm, spar_setup_result *result)
 {
     spar_entered before;
+    SPAR_TRY(spar_push_recall(comm->info, comm->world, comm->native.ordinal));
     SPAR_TRY(spar_cuda_open());
     SPAR_TRY(spar_gpu_setup(comm, &mover, sizeof(state), result));
     state *s = comm->state;
@@ -122,7 +124,11 @@ static spar_status open_slots(spar_comm *comm, const spar_setup_result *results,
                             spar_push_memory_bytes(s->memory), spar_push_memory_limit(s->memory),
                             spar_push_memory_free, s->memory, &s->push));
     what->stop = s->push->stop;
-    return spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->gpu.ring);
+    spar_status status =
+        spar_push_check(s->push, (uint32_t)comm->info[0].endpoint.nonce, deadline, s->gpu.ring);
+    if (status != SPAR_OK && s->push->unreached)
+        spar_push_remember(comm->info, comm->world, comm->native.ordinal, spar_last_error());
+    return status;
 }
 
 static spar_status connect_slots(spar_comm *comm, const spar_setup_result *results,

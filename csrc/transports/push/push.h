@@ -33,6 +33,7 @@ typedef struct {
     void *sync;                     /* the spar_kernel_sync, in device memory */
     uint32_t *stop;                 /* atomic, in page-locked memory: see spar_kernel_sync */
     int captured;                   /* a graph has a call, and may be replayed */
+    int unreached;                  /* in the first exchanges a peer's words were wrong, or did not arrive */
     char *bases[SPAR_KERNEL_RANKS]; /* of each rank's slot, behind the words */
 } spar_push_state;
 
