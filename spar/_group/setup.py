@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from pathlib import Path
 
 import torch
 
 from .. import _C
-from .._control.agreement import agree, mark_reported
+from .._control.agreement import mark_reported
 from .._control.process_group import backend_name
-from .._control.state import LOCAL, OVER, SHARED, GroupState, Transport
+from .._control.state import OVER, GroupState, Transport
 from .._deprecated import warn_of_removed_variables
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
 from ..errors import SparError
 from .log import log, read_settings
+from .stages import all_gather, connect
 
 
 def set_up(group: GroupState, op: str, device: torch.device, deadline: float) -> tuple[Transport, Channel]:
@@ -39,7 +39,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 name, reason, rejected = _choose(group, group.peer_info, device, refused)
                 channel = CHANNELS[name](group, device, op, deadline)
                 core = channel.core
-                failure = _connect(group, channel, core, device, op, deadline) if core is not None else ""
+                failure = connect(group, core, device, op, deadline) if core is not None else ""
                 if not failure:
                     break
                 if channel.drop_core():
@@ -64,7 +64,7 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
 def _exchange_peer_info(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
     """Return what each rank can offer, by which all choose alike."""
     data = os.urandom(8) + _C.peer_info(_host_id())
-    rows = _all_gather(group, data, "peer info", op, device, deadline)
+    rows = all_gather(group, data, "peer info", op, device, deadline)
     peer_info = b"".join([row[8:] for row in rows])
     group.shares_host = not any(first for first, _ in _C.hosts(peer_info))
     group.hosts = _hosts(peer_info)
@@ -184,42 +184,3 @@ def _choose(
         mark_reported(error, group)
         group.progress = OVER
         raise
-
-
-def _connect(
-    group: GroupState, channel: Channel, core: _C.Comm, device: torch.device, op: str, deadline: float
-) -> str:
-    """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
-    group.connecting = core
-    failure = "it raised"
-    try:
-        results = b"".join(_all_gather(group, core.setup_result, "opened", op, device, deadline))
-        failure = _failure(results)
-        if not failure:
-            group.progress = SHARED
-            core.connect(results, deadline)
-            group.progress = LOCAL
-            rows = _all_gather(group, core.setup_result, "connected", op, device, deadline)
-            failure = _failure(b"".join(rows))
-    finally:
-        group.connecting = None
-        if failure:
-            core.close()
-    return failure
-
-
-def _failure(results: bytes) -> str:
-    """Return the reason of the first rank that failed in a stage of the set-up, or "" if none did."""
-    failure = _C.setup_failure(results)
-    return failure[1] if failure else ""
-
-
-def _all_gather(
-    group: GroupState, data: bytes, stage: str, op: str, device: torch.device, deadline: float
-) -> list[bytes]:
-    """Gather the bytes that each rank sends in one stage of the set-up, which all ranks must have reached."""
-    step = zlib.crc32(f"{stage} {device.type}".encode())
-    described = f"sets up its {device.type} transport ({stage})"
-    rows = agree(group, op, step, lambda: (described, None), deadline, data)
-    group.progress = LOCAL
-    return rows

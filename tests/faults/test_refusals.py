@@ -28,7 +28,7 @@ from helpers.reference import assert_same
 
 import spar
 from spar import _C
-from spar._group import setup
+from spar._group import setup, stages
 from spar._group.registry import group_of
 from spar.groups import process_group
 
@@ -406,7 +406,7 @@ def stop_in_set_up(rank: int, folder: Path) -> None:
     if rank == 1:
         comm = group_of(process_group(None, "test"))
         own = bytes(8) + _C.peer_info(setup._host_id())
-        setup._all_gather(comm, own, "peer info", "gather", torch.device("cpu"), comm.deadline())
+        stages.all_gather(comm, own, "peer info", "gather", torch.device("cpu"), comm.deadline())
         report(folder, 1, "")
         time.sleep(60)
     begin = time.monotonic()
