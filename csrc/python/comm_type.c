@@ -152,6 +152,12 @@ static PyObject *comm_broken(PyObject *self, void *Py_UNUSED(closure))
     return why ? spar_text(why) : Py_NewRef(Py_None);
 }
 
+static PyObject *comm_room(PyObject *self, void *Py_UNUSED(closure))
+{
+    const spar_comm *comm = ((comm_object *)self)->comm;
+    return PyLong_FromLongLong(comm && comm->transport->room ? comm->transport->room(comm) : 0);
+}
+
 static PyObject *comm_captured(PyObject *self, void *Py_UNUSED(closure))
 {
     const spar_comm *comm = ((comm_object *)self)->comm;
@@ -160,6 +166,8 @@ static PyObject *comm_captured(PyObject *self, void *Py_UNUSED(closure))
 
 static PyGetSetDef comm_getset[] = {
     {"broken", comm_broken, NULL, "what broke it behind the calls' back, or None", NULL},
+    {"room", comm_room, NULL,
+     "bytes of outputs with which a call needs no more of the group's memory; 0: any", NULL},
     {"captured", comm_captured, NULL, "whether a graph has a call", NULL},
     {"begun", comm_begun, NULL, "the number of the newest call that the transport has: it reports failures",
      NULL},

@@ -3,7 +3,8 @@
  *
  * A transport is a file or a folder in transports/ that ends in one const struct; the ordered table in
  * transport.c has a row for each. The first that can serve a group moves its bytes. The choice depends on the
- * peer info of all ranks alone, so every rank makes the same choice, for the same reason. */
+ * peer info of all ranks alone, so every rank makes the same choice, for the same reason. Between push and
+ * nccl the ranks then choose by time (spar/_group/trial.py). */
 #ifndef SPAR_TRANSPORT_H
 #define SPAR_TRANSPORT_H
 
@@ -101,6 +102,9 @@ typedef struct {
     spar_status (*wait)(spar_comm *comm, const spar_deadline *deadline);
     /* Why the group broke outside a call, or NULL. A NULL slot: that cannot happen. */
     const char *(*broken)(const spar_comm *comm);
+    /* The most bytes of outputs with which a call takes the fastest way in the memory that the group keeps
+     * now; the same on all ranks. A NULL slot: any, 0. */
+    int64_t (*room)(const spar_comm *comm);
     /* Whether a graph has one of its calls, and may be replayed after the close. A NULL slot: none has. */
     int (*captured)(const spar_comm *comm);
     /* Frees what setup made. Never waits. */

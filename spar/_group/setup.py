@@ -19,7 +19,10 @@ from .._control.state import OVER, GroupState, Transport
 from .._deprecated import warn_of_removed_variables
 from .._transports import CHANNELS, cuda
 from .._transports.channel import Channel
+from .._transports.nccl import NcclChannel
+from .._transports.push import PushChannel
 from ..errors import SparError
+from . import trial
 from .log import log, read_settings
 from .stages import all_gather, connect
 
@@ -40,6 +43,12 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
                 channel = CHANNELS[name](group, device, op, deadline)
                 core = channel.core
                 failure = connect(group, core, device, op, deadline) if core is not None else ""
+                if not failure and isinstance(channel, PushChannel) and _has_rival(group, device, refused):
+                    channel, speeds, failure = trial.compare(group, channel, device, op, deadline)
+                    if channel.name != name:
+                        slower = *refused, (name, speeds)
+                        name, reason, rejected = _choose(group, group.peer_info, device, slower)
+                    reason = f"{reason}: {speeds}"
                 if not failure:
                     break
                 if channel.drop_core():
@@ -108,6 +117,15 @@ def _host_id() -> bytes:
         return hashlib.blake2b((boot + os.readlink("/proc/self/ns/net")).encode(), digest_size=16).digest()
     except OSError:
         return bytes(16)
+
+
+def _has_rival(group: GroupState, device: torch.device, refused: tuple[tuple[str, str], ...]) -> bool:
+    """Whether nccl would serve where push does, and SPAR_TRANSPORT names neither: then time decides."""
+    if _C.env("transport") == PushChannel.name:
+        return False
+    assert group.peer_info is not None
+    rest = *refused, (PushChannel.name, "")
+    return _choose(group, group.peer_info, device, rest)[0] == NcclChannel.name
 
 
 def _warn_if_slower(

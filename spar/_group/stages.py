@@ -10,10 +10,21 @@ import torch
 from .. import _C
 from .._control.agreement import agree
 from .._control.state import LOCAL, SHARED, GroupState
+from ..errors import ExchangeTimeoutError
 
 
-def connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, deadline: float) -> str:
-    """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks."""
+def connect(
+    group: GroupState,
+    core: _C.Comm,
+    device: torch.device,
+    op: str,
+    deadline: float,
+    limit: float | None = None,
+) -> str:
+    """Set up a communicator of the C core on all ranks; return why it failed on one, or "" on all ranks.
+
+    limit: an earlier time than the deadline, after which it has failed, and the set-up goes on.
+    """
     group.connecting = core
     failure = "it raised"
     try:
@@ -21,7 +32,11 @@ def connect(group: GroupState, core: _C.Comm, device: torch.device, op: str, dea
         failure = _failure(results)
         if not failure:
             group.progress = SHARED
-            core.connect(results, deadline)
+            try:
+                core.connect(results, deadline if limit is None else min(limit, deadline))
+            except ExchangeTimeoutError:  # its result has it, too
+                if limit is None:
+                    raise
             group.progress = LOCAL
             rows = all_gather(group, core.setup_result, "connected", op, device, deadline)
             failure = _failure(b"".join(rows))

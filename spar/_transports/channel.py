@@ -52,7 +52,7 @@ class Channel(Protocol):
         """Go on without the core, whose set-up failed; return whether the transport can."""
 
     def watch(self) -> None:
-        """Start what must run once the set-up is over."""
+        """Start what must run once calls are made; it may be called again."""
 
     def allocate(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Return an output of an exchange that has not begun, where peers can write to it if possible."""

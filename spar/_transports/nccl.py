@@ -88,6 +88,11 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
     return backend if exposes and hasattr(backend, "abort") else None
 
 
+def has_communicator(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch has a communicator on the thread's current device already; makes none."""
+    return Device(device, _nccl_backend(group)).native() != 0
+
+
 class NcclChannel(CoreChannel):
     """A call is over when it is in the current stream; what fails later, the next call raises."""
 
@@ -96,12 +101,16 @@ class NcclChannel(CoreChannel):
     core: _C.Comm
     enqueues = True
 
-    def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
+    def __init__(
+        self, group: GroupState, device: torch.device, op: str, deadline: float, connects: bool = True
+    ) -> None:
+        """connects: whether torch makes its communicator, if it has none. If that fails, the group breaks."""
         assert group.peer_info is not None
-        group.progress = SHARED  # torch's first collective on the device
         self.device = Device(device, _nccl_backend(group.process_group))
-        self.device.connect(group, op, deadline)
-        group.progress = LOCAL
+        if connects:
+            group.progress = SHARED  # torch's first collective on the device
+            self.device.connect(group, op, deadline)
+            group.progress = LOCAL
         place = group.peer_info, group.rank, group.local_ranks, group.name
         native = self.device.native()
         super().__init__(group, _C.comm("nccl", *place, self.device.index, native))
@@ -141,10 +150,14 @@ class NcclChannel(CoreChannel):
     @functools.cached_property
     def exchange(self) -> Run:
         """The core's function for calls, which is all that runs, after the first access has bound it."""
+        self.bind()
+        return self._compare_and_enqueue if self.group.synchronous else self.core.enqueue
+
+    def bind(self) -> None:
+        """Give the core what its calls use of torch."""
         native = self._native if self.name == NcclChannel.name else None  # push uses no NCCL
         index, place = self.device.index, (enter_device, leave_device, stream_of, empty)
         self.core.bind_torch(index, *place, sums_of, self._refuse, native)
-        return self._compare_and_enqueue if self.group.synchronous else self.core.enqueue
 
     def _native(self, op: str) -> int:
         """Return torch's communicator, or 0; raise where NCCL would defer what it is given."""

@@ -35,7 +35,8 @@ class PushChannel(NcclChannel):
         CoreChannel.__init__(self, group, _C.comm("push", *place, self.device.index))
 
     def watch(self) -> None:
-        self.pooled = pooled_empty(self.device.place)
+        if self.pooled is None:
+            self.pooled = pooled_empty(self.device.place)
 
     def close(self) -> None:
         """Free the pool when the device has ended its work; keep what a graph may still write to."""

@@ -255,6 +255,7 @@ class Transport(ctypes.Structure):
         ("run", _CallFunction),
         ("wait", c_void_p),
         ("broken", c_void_p),
+        ("room", c_void_p),
         ("captured", c_void_p),
         ("close", c_void_p),
     )

@@ -160,6 +160,12 @@ static int serves(const spar_peer_info *info, int world, int first_rank, char *r
     return 1;
 }
 
+static int64_t room_of(const spar_comm *comm)
+{
+    const state *s = comm->state;
+    return s && s->push ? s->push->room : 0;
+}
+
 static int is_captured(const spar_comm *comm)
 {
     const state *s = comm->state;
@@ -177,6 +183,7 @@ const spar_transport spar_transport_push = {
     .run = spar_gpu_run,
     .wait = spar_gpu_wait,
     .broken = spar_gpu_broken,
+    .room = room_of,
     .captured = is_captured,
     .close = spar_gpu_close,
 };
