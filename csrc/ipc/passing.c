@@ -21,7 +21,7 @@ spar_status spar_peer_send(spar_peer *peer, uint64_t topic, int64_t number, int 
     int why = peer->socket < 0 ? EPIPE : spar_packet_send(peer->socket, &m, sizeof m, fd);
     pthread_mutex_unlock(&spar_peers_lock);
     *sent = why == 0;
-    if (why == 0 || why == EAGAIN || why == EINTR || why == ETOOMANYREFS)
+    if (why == 0 || why == EAGAIN || why == EINTR || why == ETOOMANYREFS || why == EPIPE || why == ECONNRESET)
         return SPAR_OK; /* ETOOMANYREFS: too many descriptors are on their way */
     return spar_fail(SPAR_TRANSPORT, "sending to process %lld: %s", (long long)peer->endpoint.pid,
                      strerror(why));

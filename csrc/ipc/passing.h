@@ -9,8 +9,8 @@
 
 #include "ipc/peers.h"
 
-/* Sends a message; *sent: 0 if the connection takes no more at the moment. The caller keeps the
- * descriptor. */
+/* Sends a message; *sent: 0 if the connection takes no more at the moment, or has ended: spar_peer_hung_up
+ * reports that. The caller keeps the descriptor. */
 spar_status spar_peer_send(spar_peer *peer, uint64_t topic, int64_t number, int fd, int *sent);
 
 /* Takes the oldest message of a topic; *came: 0 if there is none. The caller closes *fd, unless it is -1. */

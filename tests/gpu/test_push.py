@@ -91,6 +91,13 @@ def test_growth_in_a_call_that_a_rank_does_not_make(gpus: Ranks, makes: str) -> 
     gpus(3, over_push, SLOT, push_direct.check_growth_alone, makes)
 
 
+def test_death_of_a_peer_before_slots_grow(gpus: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"rank 0 of 3:\nthe process is gone"):
+        gpus(3, over_push, SLOT, push_direct.check_growth_death, str(tmp_path))
+    raised = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert raised == {"1": "died before the end of call 1", "2": "died before the end of call 1"}
+
+
 @pytest.mark.parametrize("what", ["words", "signals"])
 def test_slots_that_cannot_be_written_to_fall_back(gpus: Ranks, what: str) -> None:
     gpus(3, over_push, SLOT, push_direct.check_broken, what)

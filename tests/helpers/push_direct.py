@@ -6,9 +6,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import os
 import re
+import signal
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.nccl_ranks import OnDevice, Stream, allocator, set_up, wait, within
+from helpers.nccl_ranks import OnDevice, Stream, allocator, core_of, set_up, wait, within
 from helpers.tables import numbers
 from spar import _C
 from spar._group.group import Group
@@ -342,6 +345,24 @@ def check_growth_alone(rank: int, world: int, group: dist.ProcessGroup, makes: s
         assert time.monotonic() - begin < 4
         stream.synchronize()
     dist.barrier(group)
+    comm.close()
+
+
+def check_growth_death(rank: int, world: int, group: dist.ProcessGroup, folder: str) -> None:
+    """A peer is killed before a call in which slots grow: the others raise which, long before the timeout."""
+    comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
+    rows = 480 // 4 // world
+    dist.barrier(group)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    within(5, lambda: core_of(comm).ranks()[0][4])
+    with Stream() as stream:
+        begin = time.monotonic()
+        with pytest.raises(spar.PeerLostError, match=r"rank 0 \(process \d+\) died before") as caught:
+            exchange(comm, "all_to_all", (1, 0, rows * world), [numbered(0, rank, rows, 1024 * world)])
+        assert caught.value.ranks == (0,) and time.monotonic() - begin < 3
+        Path(folder, str(rank)).write_text(str(caught.value).partition(") ")[2])
+        stream.synchronize()
     comm.close()
 
 
