@@ -210,13 +210,13 @@ static void clear(repeated *call)
     Py_CLEAR(call->key);
 }
 
-/* Borrowed; NULL without an exception: there is none. */
+/* A new reference; NULL without an exception: there is none. */
 static PyObject *group_by_id(const PyObject *process_group)
 {
     PyObject *id = PyLong_FromVoidPtr((void *)(uintptr_t)process_group);
     PyObject *group = id ? PyDict_GetItemWithError(used[GROUPS], id) : NULL;
     Py_XDECREF(id);
-    return group;
+    return Py_XNewRef(group);
 }
 
 /* Finds spar's group of a group argument; -1 on failure. */
@@ -228,7 +228,7 @@ static int find_group(PyObject *const *args, repeated *call)
         group = found ? group_by_id(found) : NULL;
         Py_XDECREF(found);
     }
-    call->group = Py_XNewRef(group);
+    call->group = group;
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -365,14 +365,14 @@ static PyObject *module_repeat(PyObject *Py_UNUSED(module), PyObject *const *arg
         PyObject *exchanges = call.key ? ((spar_turn *)call.group)->exchanges : NULL;
         PyObject *exchange = exchanges ? PyDict_GetItemWithError(exchanges, call.key) : NULL;
         PyObject *outputs = exchange || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+        Py_XINCREF(exchange); /* another thread may let the group forget it meanwhile */
         long long before = exchange ? spar_py_turn_count(call.group) : -1;
         if (exchange && !PyErr_Occurred()) {
-            Py_INCREF(exchange);
             outputs = call.records ? run_recorded(exchange, call.inputs) : run_again(exchange, call.inputs);
-            Py_DECREF(exchange);
             if (!outputs)
                 report(args, &call, before);
         }
+        Py_XDECREF(exchange);
         result = result_of(&call, outputs);
     }
     clear(&call);

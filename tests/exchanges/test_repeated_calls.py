@@ -13,6 +13,7 @@ from conftest import Ranks
 from helpers.reference import assert_same
 
 import spar
+from spar._group.queue import Queue
 from spar._group.registry import group_of
 
 Group = dist.ProcessGroup
@@ -62,6 +63,30 @@ def check_refused_repeat(rank: int, world: int, group: Group) -> None:
         spar.reduce_scatter(rows, group)
 
 
+class _Forgetful(Queue):
+    """While calls in flight are counted, another thread lets the group forget its exchanges."""
+
+    def __init__(self, exchanges: dict[Any, Any]) -> None:
+        super().__init__()
+        self._exchanges = exchanges
+
+    def count(self) -> int:
+        self._exchanges.clear()
+        return super().count()
+
+
+def check_forgotten_exchange(rank: int, world: int, group: Group) -> None:
+    """A call keeps the exchange that it repeats."""
+    x, state = torch.arange(4.0 * world).view(2, 2 * world) + 100 * rank, group_of(group)
+    wanted = spar.all_to_all(x, group, 1, 0)
+    assert state.exchanges
+    state.queue = _Forgetful(state.exchanges)
+    found = spar.all_to_all(x, group, 1, 0)
+    state.queue = None
+    assert_same(found, wanted)
+    assert not state.exchanges
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_repeated_calls(ranks: Ranks, world: int) -> None:
     ranks(world, check_repeated)
@@ -69,6 +94,11 @@ def test_repeated_calls(ranks: Ranks, world: int) -> None:
 
 def test_refused_repeat(ranks: Ranks) -> None:
     ranks(2, check_refused_repeat)
+
+
+@pytest.mark.one_transport
+def test_repeated_call_of_an_exchange_that_is_forgotten(ranks: Ranks) -> None:
+    ranks(2, check_forgotten_exchange)
 
 
 def check_repeated_lists(rank: int, world: int, group: Group) -> None:
