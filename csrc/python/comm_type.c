@@ -67,7 +67,11 @@ static void comm_close(comm_object *self)
 
 static PyObject *comm_close_method(PyObject *self, PyObject *Py_UNUSED(unused))
 {
+    spar_py_torch *torch = &((comm_object *)self)->torch;
+    PyObject *bound = torch->bound; /* it has the channel, which has this object: no collector sees that */
     comm_close((comm_object *)self);
+    *torch = (spar_py_torch){0};
+    Py_XDECREF(bound);
     Py_RETURN_NONE;
 }
 

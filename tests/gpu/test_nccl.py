@@ -112,6 +112,10 @@ def test_calls_between_hosts_have_no_collective(gpus: Ranks) -> None:
     gpus(4, nccl_ranks.check_hosts)
 
 
+def test_closed_groups_keep_no_channel(gpus: Ranks) -> None:
+    gpus(2, nccl_ranks.check_collected)
+
+
 def test_calls_on_two_streams_keep_their_order(gpus: Ranks) -> None:
     gpus(3, nccl_ranks.check_streams)
 

@@ -140,6 +140,7 @@ CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
     (3, nccl_faults.check_own_failure),
     (3, nccl_faults.check_interrupt),
     (2, nccl_faults.check_far_ahead),
+    (2, nccl_ranks.check_collected),
     (3, push_ranks.check_closed),
     (3, push_ranks.check_absent_replay),
     (3, push_ranks.check_warning),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import time
 import weakref
@@ -263,6 +264,19 @@ def expect_broken(comm: Group, error: type[spar.SparError], text: str) -> None:
             enqueue(comm, "gather", (0,), torch.zeros(2))
         assert type(caught.value) is kind
         assert (caught.value.op, caught.value.rank) == ("gather", comm.rank)
+
+
+def check_collected(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A closed group keeps no channel, which has torch's communicator."""
+    comm = set_up(group)
+    with Stream() as stream:
+        enqueue(comm, "gather", (0,), torch.zeros(2))
+        stream.synchronize()
+    channel = weakref.ref(comm.channels["cuda"])
+    comm.close()
+    del comm
+    gc.collect()
+    assert channel() is None
 
 
 # ---- streams ----
