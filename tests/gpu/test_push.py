@@ -145,6 +145,7 @@ CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
     (3, push_ranks.check_absent_replay),
     (3, push_ranks.check_warning),
     (3, push_ranks.check_other_terms),
+    (3, push_ranks.check_silent_rank),
 )
 
 

@@ -96,6 +96,38 @@ def check_fall_back(rank: int, world: int, group: dist.ProcessGroup, function: s
     comm.close()
 
 
+class Silent:
+    """A rank's core that fails in the second stage of the set-up, and has no ring to tell the peers by."""
+
+    def __init__(self, core: _C.Comm) -> None:
+        self.core, self.close, self.setup_result = core, core.close, core.setup_result
+
+    def connect(self, results: bytes, deadline: float) -> None:
+        result = bytearray(self.setup_result)
+        result[0], result[8:18] = 1, b"of silence"  # failed, reason
+        self.setup_result = bytes(result)
+
+
+def check_silent_rank(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Where a rank does not pass its slot on, all take the next transport before the set-up's limit."""
+    set_up(group).close()  # the processes are connected
+    connect = setup._connect
+
+    def connect_silently(group: Any, channel: Any, core: Any, *rest: Any) -> str:
+        return connect(group, channel, Silent(core) if channel.name == "push" else core, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(setup, "_connect", connect_silently)
+        patch.setenv("SPAR_TIMEOUT", "6")
+        begin = time.monotonic()
+        comm = set_up(group)
+        assert time.monotonic() - begin < 5
+    assert comm.transport("cuda").name == "nccl"
+    assert dict(comm.transport("cuda").rejected)["push"] == "rank 1: of silence"
+    comm.close()
+
+
 def check_other_terms(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """The smallest cap of all ranks applies; one that is too small for the ranks moves all to nccl."""
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ enum {
 };
 
 static const char DURING[] = "while push was set up";
-static const int64_t LIMIT_NS = 3000000000; /* or half of the set-up's: then another transport has time */
+static const int64_t LIMIT_NS = 3000000000; /* of the first exchange */
 static const int64_t END_NS = 5000000000;   /* for kernels to see that they must end */
 
 typedef struct {
@@ -166,14 +166,20 @@ static void end(check *c)
     free(c->host);
 }
 
+spar_deadline spar_push_stage(const spar_deadline *deadline, int64_t limit_ns)
+{
+    spar_deadline stage = *deadline;
+    int64_t now = spar_now_ns(), half = (deadline->at_ns - now) / 2;
+    stage.at_ns = now + (deadline->at_ns && half < limit_ns ? half : limit_ns);
+    return stage;
+}
+
 spar_status spar_push_check(spar_push_state *push, uint32_t salt, const spar_deadline *deadline,
                             spar_ring *ring)
 {
     check c = {.push = push, .salt = salt};
-    spar_deadline until = *deadline;
+    const spar_deadline until = spar_push_stage(deadline, LIMIT_NS);
     spar_failure failure;
-    int64_t now = spar_now_ns(), half = (until.at_ns - now) / 2;
-    until.at_ns = now + (until.at_ns && half < LIMIT_NS ? half : LIMIT_NS);
     spar_status status = prepare(&c);
     if (status == SPAR_OK)
         status = enqueue(&c, &until);

@@ -16,6 +16,7 @@
 enum { SHARE = 16 }; /* of the device's memory, which a slot may have unless SPAR_PUSH_SLOT is set */
 
 static const int64_t MOST_BYTES = (int64_t)32 << 30; /* places in a slot are 32-bit numbers */
+static const int64_t LIMIT_NS = 20000000000;         /* of mapping slots in the set-up */
 
 struct spar_push_memory {
     int world, rank;
@@ -112,8 +113,9 @@ static spar_status exchange(turn *t)
         if (pauses % 500 == 0)
             SPAR_TRY(check_peers(t));
         if (spar_deadline_passed(&t->deadline))
-            return spar_fail_ranks(SPAR_TIMEOUT, &left, "rank %d did not %s in time",
-                                   left.count ? left.rank[0] : t->memory->rank, t->what);
+            return spar_fail_ranks(t->watchdog ? SPAR_TIMEOUT : SPAR_TRANSPORT, &left,
+                                   "rank %d did not %s in time", left.count ? left.rank[0] : t->memory->rank,
+                                   t->what);
         SPAR_TRY(spar_deadline_pause(&t->deadline, &pauses, "while slots of push were mapped"));
     }
 }
@@ -263,7 +265,8 @@ spar_status spar_push_memory_open(const spar_push_terms *terms, int world, int r
     SPAR_TRY(read_terms(m, terms));
     SPAR_TRY(reserve(m, ordinal));
     SPAR_TRY(spar_push_first_bytes(world, m->limit, &bytes));
-    SPAR_TRY(grow(m, NULL, SPAR_PUSH_WORDS + bytes, deadline, &culprit));
+    const spar_deadline until = spar_push_stage(deadline, LIMIT_NS);
+    SPAR_TRY(grow(m, NULL, SPAR_PUSH_WORDS + bytes, &until, &culprit));
     return culprit ? spar_fail_rank(SPAR_TRANSPORT, culprit - 1, "rank %d could not map all ranks' slots",
                                     culprit - 1)
                    : SPAR_OK;

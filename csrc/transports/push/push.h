@@ -46,6 +46,10 @@ spar_status spar_push_first_bytes(int world, int64_t limit, int64_t *bytes);
 spar_status spar_push_open(int world, int rank, int ordinal, char *const *slots, int64_t bytes, int64_t limit,
                            void (*release)(void *context), void *context, spar_push_state **push);
 
+/* The deadline of a stage of the set-up: its limit, or half of what is left, so that another transport has
+ * time. */
+spar_deadline spar_push_stage(const spar_deadline *deadline, int64_t limit_ns);
+
 /* The first exchanges, by both kinds of rounds, compared word by word; all ranks call it, with the same salt.
  * It fails where a rank is late, or failed, as the ring knows. */
 spar_status spar_push_check(spar_push_state *push, uint32_t salt, const spar_deadline *deadline,
