@@ -111,14 +111,16 @@ class Silent:
 def check_silent_rank(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Where a rank does not pass its slot on, all take the next transport before the set-up's limit."""
     set_up(group).close()  # the processes are connected
-    connect = setup._connect
+    connect, made = setup.connect, []
 
-    def connect_silently(group: Any, channel: Any, core: Any, *rest: Any) -> str:
-        return connect(group, channel, Silent(core) if channel.name == "push" else core, *rest)  # type: ignore[arg-type]
+    def connect_silently(group: Any, core: Any, *rest: Any) -> str:
+        made.append(core)  # the first is of push, the next of nccl
+        silent: Any = Silent(core) if len(made) == 1 else core
+        return connect(group, silent, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(setup, "_connect", connect_silently)
+            patch.setattr(setup, "connect", connect_silently)
         patch.setenv("SPAR_TIMEOUT", "6")
         begin = time.monotonic()
         comm = set_up(group)
