@@ -41,10 +41,14 @@ class PushChannel(NcclChannel):
     def close(self) -> None:
         """Free the pool when the device has ended its work; keep what a graph may still write to."""
         pool, self.pooled = [self.pooled], None
-        if self.core.captured:
+        kept = self.core.captured
+        if not kept:
+            try:
+                threading.Thread(target=_drop, args=(pool, self.device.place), daemon=True).start()
+            except RuntimeError:  # no thread can be started, as at the interpreter's exit
+                kept = True
+        if kept:
             _kept.extend(pool)
-        else:
-            threading.Thread(target=_drop, args=(pool, self.device.place), daemon=True).start()
         super().close()
 
 

@@ -142,6 +142,7 @@ CHECKS: tuple[tuple[int, Callable[..., None]], ...] = (
     (2, nccl_faults.check_far_ahead),
     (2, nccl_ranks.check_collected),
     (3, push_ranks.check_closed),
+    (2, push_ranks.check_closed_without_threads),
     (3, push_ranks.check_absent_replay),
     (3, push_ranks.check_warning),
     (3, push_ranks.check_other_terms),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +79,23 @@ def check_closed(rank: int, world: int, group: dist.ProcessGroup) -> None:
                 spar.GroupBrokenError, match=f"rank {world - 1} closed the group before call 2"
             ):
                 enqueue(comm, "all_to_all", (1, 0, 2 * world), x)
+    dist.barrier(group)
+    comm.close()
+
+
+def check_closed_without_threads(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A group is closed, and the peers learn of it, also where no thread can be started, as at exit."""
+    comm = set_up(group)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            start = mock.Mock(side_effect=RuntimeError("can't create new thread at interpreter shutdown"))
+            patch.setattr(threading.Thread, "start", start)
+            comm.close()
+            assert start.called and not comm.channels
+    dist.barrier(group)
+    if rank != 0:
+        with pytest.raises(spar.GroupBrokenError, match="rank 0 closed the group before call 1"):
+            enqueue(comm, "gather", (0,), torch.zeros(2))
     dist.barrier(group)
     comm.close()
 
