@@ -162,6 +162,10 @@ def test_failure_in_set_up_falls_back_on_all_ranks(gpus: Ranks, function: str) -
     gpus(3, over_push, SLOT, push_ranks.check_fall_back, function)
 
 
+def test_kernels_of_a_set_up_that_failed_may_still_run(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, push_ranks.check_late_kernels)
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_pools_that_raise_when_they_allocate_are_not_used(
     monkeypatch: pytest.MonkeyPatch, raises: bool

@@ -149,6 +149,24 @@ def check_silent_rank(rank: int, world: int, group: dist.ProcessGroup) -> None:
     comm.close()
 
 
+def check_late_kernels(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Where a rank's GPU is busy beyond the set-up, its slots stay mapped until its kernels have ended."""
+    time.sleep(1)  # the memory of groups before is freed behind their closes
+    before = _C.device_stats()[2]
+    set_up(group).close()  # the kernels are loaded
+    within(5, lambda: _C.device_stats()[2] == before)
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("STANDIN_LATE_MS", "9500")
+        patch.setenv("SPAR_TIMEOUT", "3")
+        with pytest.raises(spar.ExchangeTimeoutError):
+            set_up(group)
+    assert time.monotonic() - begin < 9
+    within(12, lambda: _C.device_stats()[2] == before)
+    assert (time.monotonic() - begin > 9) == (rank == 1)
+
+
 def check_other_terms(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """The smallest cap of all ranks applies; one that is too small for the ranks moves all to nccl."""
     with pytest.MonkeyPatch.context() as patch:

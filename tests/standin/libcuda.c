@@ -6,6 +6,7 @@
  * - STANDIN_DEVICES: the number of devices (1).
  * - STANDIN_FAIL=cuName:n:code: the nth call of a function fails with that code.
  * - STANDIN_DELAY_US: each item of a stream's work starts after a random delay of up to this (50).
+ * - STANDIN_LATE_MS: the first item of a new stream's work starts so late.
  * - STANDIN_QUEUE: a launch blocks while its stream has so many items in its queue (2^20). Meanwhile other
  *   threads' calls on streams and events block, too.
  * - STANDIN_UNLOAD_MS: its destructors take this long. A call after their begin prints a backtrace and ends

@@ -205,6 +205,8 @@ static void *serve(void *argument)
     unsigned seed = (unsigned)(uintptr_t)s;
     const char *text = getenv("STANDIN_DELAY_US");
     unsigned delay = text ? (unsigned)atoi(text) : 50;
+    const char *late = getenv("STANDIN_LATE_MS");
+    unsigned first = late ? (unsigned)atoi(late) * 1000 : 0;
     pthread_mutex_lock(&lock);
     for (;;) {
         while (!s->first && !s->ends)
@@ -219,8 +221,9 @@ static void *serve(void *argument)
         if (blocked)
             pthread_cond_broadcast(&moved);
         pthread_mutex_unlock(&lock);
-        if (delay)
-            usleep((unsigned)rand_r(&seed) % delay);
+        if (first || delay)
+            usleep(first ? first : (unsigned)rand_r(&seed) % delay);
+        first = 0;
         w->run(w);
         free(w);
         pthread_mutex_lock(&lock);
