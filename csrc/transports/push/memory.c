@@ -52,7 +52,7 @@ typedef struct {
     spar_deadline deadline;
     int64_t numbers[SPAR_KERNEL_RANKS];
     int fds[SPAR_KERNEL_RANKS]; /* -1: none */
-    char sent[SPAR_KERNEL_RANKS], came[SPAR_KERNEL_RANKS];
+    unsigned char sent[SPAR_KERNEL_RANKS], came[SPAR_KERNEL_RANKS];
 } turn;
 
 static turn begin_turn(spar_push_memory *m, spar_watchdog *watchdog, const char *what, int64_t number, int fd,
@@ -78,12 +78,12 @@ static spar_status step(turn *t, spar_ranks *left, int *unsent)
         int done = t->sent[rank];
         if (!done)
             SPAR_TRY(spar_peer_send(peer, m->topics[m->rank], t->numbers[m->rank], t->fds[m->rank], &done));
-        t->sent[rank] = (char)done;
+        t->sent[rank] = (unsigned char)done;
         *unsent += !done;
         done = t->came[rank];
         if (!done)
             SPAR_TRY(spar_peer_receive(peer, m->topics[rank], &t->numbers[rank], &t->fds[rank], &done));
-        t->came[rank] = (char)done;
+        t->came[rank] = (unsigned char)done;
         if (!done)
             spar_ranks_add(left, rank);
     }
