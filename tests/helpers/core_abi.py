@@ -287,6 +287,7 @@ class PushState(ctypes.Structure):
         ("stop", POINTER(c_uint32)),
         ("captured", c_int),
         ("unreached", c_int),
+        ("unended", c_void_p),
         ("bases", c_void_p * PUSH_RANKS),
     )
 

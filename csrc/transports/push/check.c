@@ -157,6 +157,8 @@ static void end(check *c)
         __atomic_store_n(c->push->stop, SPAR_STOPPED, __ATOMIC_RELEASE);
         spar_deadline_pause(&never, &pauses, DURING);
     }
+    if (c->stream && state == SPAR_CU_NOT_READY)
+        c->push->unended = c->stream;
     if (c->stream && state == SPAR_CU_SUCCESS)
         spar_cu.StreamDestroy(c->stream);
     if (c->memory && state == SPAR_CU_SUCCESS)

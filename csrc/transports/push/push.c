@@ -75,11 +75,10 @@ static void close_slots(spar_gpu_state *gpu)
 {
     state *s = (state *)gpu;
     int is_kept = s->push && s->push->captured, is_open = s->push != NULL;
-    if (s->memory && !is_kept) {
-        /* cuMemUnmap does not wait, and kernels of first exchanges that failed may not have begun. */
-        spar_cu.CtxSynchronize();
+    if (is_open && s->push->unended) /* not for the device, which another stream may be capturing */
+        spar_cu.StreamSynchronize(s->push->unended);
+    if (s->memory && !is_kept)
         spar_push_memory_leave(s->memory);
-    }
     spar_push_close(s->push); /* frees this rank's slot, now or when its last output is gone */
     if (s->memory && !is_open)
         spar_push_memory_free(s->memory);

@@ -34,6 +34,7 @@ typedef struct {
     uint32_t *stop;                 /* atomic, in page-locked memory: see spar_kernel_sync */
     int captured;                   /* a graph has a call, and may be replayed */
     int unreached;                  /* in the first exchanges a peer's words were wrong, or did not arrive */
+    void *unended;                  /* a stream with kernels of first exchanges that failed; NULL: none */
     char *bases[SPAR_KERNEL_RANKS]; /* of each rank's slot, behind the words */
 } spar_push_state;
 
