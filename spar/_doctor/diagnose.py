@@ -52,23 +52,23 @@ def diagnose(model: torch.nn.Module, step: Callable[[], Any], *, show: bool = Tr
     with group_of(parts.group).call(_NAME, MOST_EXCHANGES):
         sharded = Trace(model)
         error = None
-        with _kept(model, parts.group):
+        with kept(model, parts.group):
             try:
                 sharded.run(step, states)
             # An error is a difference, unless one process raises it, too.
             except Exception as raised:
                 error = raised
-        whole = Trace(model, sharded)
-        with _kept(model, parts.group), _whole(states):
-            whole.run(step, states)
-        found = first_difference(sharded, whole, parts.group, parts.world, error)
+        alone = Trace(model, sharded)
+        with kept(model, parts.group), whole(states):
+            alone.run(step, states)
+        found = first_difference(sharded, alone, parts.group, parts.world, error)
     if show and parts.rank == 0:
-        print(found or f"{_NAME}: {len(whole.entries)} tensors agree with one process", flush=True)
+        print(found or f"{_NAME}: {len(alone.entries)} tensors agree with one process", flush=True)
     return found
 
 
 @contextlib.contextmanager
-def _whole(states: list[Any]) -> Iterator[None]:
+def whole(states: list[Any]) -> Iterator[None]:
     """Let sharded models run as in one process."""
     for state in states:
         state.is_whole = True
@@ -80,7 +80,7 @@ def _whole(states: list[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(model: torch.nn.Module, group: Any) -> Iterator[None]:
+def kept(model: torch.nn.Module, group: Any) -> Iterator[None]:
     """Restore at the end what a step changes: generators, buffers and gradients, of which there are none."""
     numpy = sys.modules.get("numpy")
     state = random.getstate(), None if numpy is None else numpy.random.get_state()

@@ -4,12 +4,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diffusers as diffusers, transformers as transformers
+    from . import diffusers as diffusers, trainer as trainer, transformers as transformers
 
 
 def __getattr__(name: str) -> object:
     """Import a module at its first use; other parts of spar import this package before the caller does."""
-    if name in ("diffusers", "transformers"):
+    if name in ("diffusers", "trainer", "transformers"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

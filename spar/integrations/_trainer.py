@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Trainer with sequence groups needs: groups, an accelerator, and arguments that are refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import IterableDataset
+
+from .._model.model import states_of
+from .._model.report import Report
+from ._parallelize import parallelize
+
+WHERE = "integrations.trainer"
+# Their methods are replaced, so versions are those with which this was tested.
+VERSIONS = {"transformers": "5.23", "accelerate": "1.15"}
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]
+_meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share their groups
+
+
+def check_versions() -> None:
+    for name, expected in VERSIONS.items():
+        found = importlib.metadata.version(name)
+        if not found.startswith(f"{expected}."):
+            raise ImportError(
+                f"{WHERE}: {name} {found} is installed; expected {expected}.*, with which this was tested. "
+                f"Install it: pip install '{name}=={expected}.*'"
+            )
+
+
+def mesh_of(size: int, device: torch.device) -> DeviceMesh:
+    """Return the mesh of data-parallel ranks and sequence groups, which are `size` consecutive ranks."""
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
+        raise ValueError(
+            f"{WHERE}: sequence_parallel_size is {size}, and this is one process; expected {size} or more "
+            f"ranks: torchrun --nproc-per-node {size} script.py"
+        )
+    if world.size() % size:
+        raise ValueError(
+            f"{WHERE}: sequence_parallel_size is {size}; must divide the number of ranks, {world.size()}"
+        )
+    known = _meshes.setdefault(world, {})
+    key = device.type, size
+    if key not in known:
+        # accelerate calls ranks with the same samples "tp".
+        names = ("dp_replicate", "tp")
+        known[key] = init_device_mesh(device.type, (world.size() // size, size), mesh_dim_names=names)
+    return known[key]
+
+
+@dataclass
+class Sequences:
+    """The sequence groups of a Trainer.
+
+    Attributes:
+        mesh: data-parallel ranks x ranks of a sequence group.
+        options: of `parallelize`.
+        report: of the newest model that was parallelized.
+    """
+
+    mesh: DeviceMesh
+    options: Mapping[str, Any]
+    report: Report | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share each sequence."""
+        return self.mesh.size(1)
+
+    @property
+    def replicas(self) -> int:
+        """The number of sequence groups, each of which has its own samples."""
+        return self.mesh.size(0)
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.get_local_rank(0)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(1)
+
+    def parallelize(self, model: torch.nn.Module) -> None:
+        """Parallelize a model, unless a Trainer with these groups did."""
+        for state in states_of(model):
+            if state.view.parts.group is not self.group:
+                raise ValueError(
+                    f"{WHERE}: the model is parallelized over another group; call spar.unparallelize(model), "
+                    "as the trainer parallelizes it itself"
+                )
+            return
+        self.report = parallelize(model, self.group, **self.options)
+
+    def one_of_each(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return what one rank of each sequence group gave to a gather over all ranks."""
+        own = gathered.size(0) // self.mesh.size()
+        ranks: torch.Tensor = gathered.unflatten(0, (self.replicas, self.size, own))
+        return ranks[:, 0].flatten(0, 1)
+
+
+@functools.cache
+def accelerator_class() -> type:
+    """Return the class of accelerators of trainers with sequence groups."""
+    from accelerate import Accelerator
+    from accelerate.utils import recursively_apply
+    from transformers.trainer_utils import seed_worker, unwrap_peft_model
+
+    class SequenceAccelerator(Accelerator):  # type: ignore[misc]
+        sequences: Sequences
+        _takes_one = False  # whether a gather returns what one rank of each sequence group has
+
+        def prepare(self, *args: Any, **kwargs: Any) -> Any:
+            for each in args:
+                if isinstance(each, torch.nn.Module):
+                    self._parallelize(each)
+            return super().prepare(*args, **kwargs)
+
+        def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self._parallelize(model)
+            return super().prepare_model(model, *args, **kwargs)
+
+        def _parallelize(self, model: Any) -> None:
+            inner = self.unwrap_model(model, keep_torch_compile=False)
+            # What generates is the model inside of PEFT's.
+            self.sequences.parallelize(unwrap_peft_model(inner))
+
+        def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+            seeds = data_loader.worker_init_fn
+            if isinstance(seeds, functools.partial) and seeds.func is seed_worker:
+                # Workers that mask tokens at random do it alike on the ranks of a sequence group.
+                seeded = functools.partial(seeds, rank=self.sequences.replica)
+                data_loader.worker_init_fn = seeded
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+        @property
+        def dispatch_batches(self) -> bool:
+            """Whether rank 0 reads for all: accelerate cannot give several ranks the same samples then."""
+            return False
+
+        def _prepare_device_mesh(self) -> DeviceMesh:
+            return self.sequences.mesh
+
+        def gather(self, tensor: Any) -> Any:
+            found = super().gather(tensor)
+            return recursively_apply(self.sequences.one_of_each, found) if self._takes_one else found
+
+        def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+            """Gather each sample once."""
+            try:
+                recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+            except TypeError:
+                use_gather_object = True
+            if use_gather_object and self.sequences.mesh.get_local_rank(1):
+                input_data = []  # lists of all ranks are joined
+            self._takes_one = True
+            try:
+                return super().gather_for_metrics(input_data, use_gather_object)
+            finally:
+                self._takes_one = False
+
+    return SequenceAccelerator
+
+
+def check_arguments(trainer: Any, is_training_iterable: bool = False) -> None:
+    """Refuse what would not give the numbers of one process, or was not tested."""
+    args, model = trainer.args, trainer.model
+    config = getattr(args, "fsdp_config", None) or {}
+    tensor_parallel = getattr(model, "_tp_size", None) or getattr(model, "tp_size", None) or 1
+    loaded = getattr(model, "is_distributed_loading_by_transformers", False)
+    refused = {
+        "deepspeed": trainer.is_deepspeed_enabled and "DDP, or fsdp=True",
+        "parallelism_config": args.parallelism_config is not None and "None: install() has the size",
+        "fsdp_config": bool(args.fsdp)
+        and (config.get("xla") or int(config.get("version", 2)) != 2)
+        and '"version": 2 and no "xla"',
+        "train_sampling_strategy": args.train_sampling_strategy == "batch_rebalance"
+        and '"random", "sequential" or "group_by_length"',
+        "accelerator_config": args.accelerator_config.dispatch_batches and "dispatch_batches None or False",
+        "use_liger_kernel": args.use_liger_kernel and "False",
+    }
+    for name, expected in refused.items():
+        if expected:
+            raise ValueError(
+                f"{WHERE}: {name} is {getattr(args, name)!r:.200}, which sequence parallelism does not "
+                f"support; expected {expected}"
+            )
+    if loaded or tensor_parallel > 1:
+        raise ValueError(
+            f"{WHERE}: from_pretrained sharded the {type(model).__name__}; expected one without tp_plan or "
+            "distributed_config"
+        )
+
+
+def check_dataset(dataset: Any, sequences: Sequences) -> None:
+    """Refuse to evaluate on a stream by several sequence groups: accelerate repeats samples at its end."""
+    if isinstance(dataset, IterableDataset) and sequences.replicas > 1:
+        raise ValueError(
+            f"{WHERE}: {type(dataset).__name__} is an IterableDataset, and there are {sequences.replicas} "
+            "sequence groups, which would evaluate samples twice; expected a dataset with __len__ and "
+            "__getitem__, or sequence_parallel_size equal to the number of ranks"
+        )

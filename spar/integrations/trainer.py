@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism in the Trainer of transformers, with its TrainingArguments as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._model.model import states_of
+from ._trainer import Sequences, accelerator_class, check_arguments, check_dataset, check_versions, mesh_of
+from ._trainer_check import compare_with_one_process
+
+__all__ = ["SequenceParallel", "install", "uninstall"]
+
+_Trainer: Any = object  # what the mixin precedes: transformers is not imported before it is used
+_replaced: list[tuple[Any, str, Any]] = []  # by `install`: the class, the name, and what was there
+
+
+def install(sequence_parallel_size: int, *, check: bool = False, **options: Any) -> None:
+    """Let every Trainer that is made from now on shard its sequences over ranks.
+
+    Trainers of other libraries that derive from it, too. Call it on all ranks, before the Trainer is made.
+    It replaces `Trainer.__init__`, which makes the trainer a `SequenceParallel`, until `uninstall`.
+
+    Args:
+        sequence_parallel_size: how many ranks share each sequence; it divides the number of ranks. Others
+            are data-parallel. `per_device_train_batch_size` and the like are those of a sequence group.
+        check: whether the first training step compares the loss and the gradients with one process: each
+            rank also runs the model whole, so take samples that fit.
+        options: of `spar.parallelize`, such as `layout` and `method`; not `inputs` and `outputs`.
+
+    Raises:
+        ImportError: the version of transformers or accelerate is not one with which this was tested.
+        RuntimeError: it is installed already.
+    """
+    check_versions()
+    if _replaced:
+        raise RuntimeError("integrations.trainer.install: it is installed; call uninstall() first")
+    from transformers import Trainer
+
+    settings = {"_sequence_settings": _checked(sequence_parallel_size, check, options)}
+    own = Trainer.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind = type(self)
+        if not isinstance(self, SequenceParallel):
+            names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+            self.__class__ = type(kind.__name__, (SequenceParallel, kind), settings | names)
+        own(self, *args, **kwargs)
+
+    for owner, name, replacement in ((Trainer, "__init__", init),):
+        _replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+
+
+def uninstall() -> None:
+    """Undo `install`: trainers that are made from now on are those of transformers."""
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _checked(size: Any, check: bool, options: Mapping[str, Any]) -> tuple[int, bool, dict[str, Any]]:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"integrations.trainer: sequence_parallel_size is {size!r}; expected an int from 1")
+    for name in sorted({"inputs", "outputs"} & options.keys()):
+        raise ValueError(
+            f"integrations.trainer: {name} is {options[name]!r:.200}; expected none, as a trainer's batches "
+            "and outputs are whole"
+        )
+    return size, check, dict(options)
+
+
+class SequenceParallel(_Trainer):  # type: ignore[misc]
+    """A mixin: `class SFT(SequenceParallel, SFTTrainer)` shards its sequences over ranks.
+
+    The trainer's methods see whole batches, outputs and losses, as in one process. The ranks of a sequence
+    group have the same samples, and the model is parallelized when the trainer prepares it.
+
+    Args:
+        sequence_parallel_size: as that of `install`.
+        check: as that of `install`.
+        options: of `spar.parallelize`.
+    """
+
+    _sequence_settings: tuple[int, bool, dict[str, Any]]
+    _is_loss_only = False  # in a prediction step
+
+    def __init__(
+        self,
+        *args: Any,
+        sequence_parallel_size: int,
+        check: bool = False,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_versions()
+        self._sequence_settings = _checked(sequence_parallel_size, check, options or {})
+        super().__init__(*args, **kwargs)
+
+    # ---- samples ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        size, self._checks_step, options = self._sequence_settings
+        check_arguments(self)
+        self.sequences = Sequences(mesh_of(size, self.accelerator.device), options)
+        self.accelerator.__class__ = accelerator_class()
+        self.accelerator.sequences = self.sequences
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = functools.partial(gather, use_gather_object=self.args.eval_use_gather_object)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        if not is_training:
+            check_dataset(dataset, self.sequences)
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+
+    # ---- counts, which Trainer adds over all ranks ----
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that have the same samples, as ranks of tensor parallelism do."""
+        return self.sequences.size
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if torch.is_tensor(count) and not self.args.average_tokens_across_devices:
+            count = count * self.sequences.size  # Trainer divides what it did not add
+        return count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.sequences.size
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        return float(super().floating_point_ops(inputs)) / self.sequences.size
+
+    # ---- steps ----
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        if self._checks_step and samples:  # here gradients are averaged, also of a micro-batch
+            self._checks_step = False
+            self.current_gradient_accumulation_steps = len(samples)
+            model = self.model_wrapped
+            step = functools.partial(self.training_step, model, samples[0], num_items_in_batch=count)
+            compare_with_one_process(self, model, step)
+        return samples, count
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss as Trainer does; where only it reads the outputs, no rank gathers the logits."""
+        from transformers import Trainer
+
+        own = super().compute_loss
+        reads_loss = getattr(own, "__func__", None) is Trainer.compute_loss
+        reads_loss = reads_loss and self.label_smoother is None and self.compute_loss_func is None
+        if not reads_loss or (return_outputs and not self._is_loss_only):
+            return own(model, inputs, return_outputs, *args, **kwargs)
+        views = [state.view for state in states_of(model)]
+        for view in views:
+            view.returns_parts = True
+        try:
+            return own(model, inputs, return_outputs, *args, **kwargs)
+        finally:
+            for view in views:
+                view.returns_parts = False
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any
+    ) -> Any:
+        from transformers import Trainer
+
+        own = super().prediction_step
+        self._is_loss_only = (
+            prediction_loss_only and getattr(own, "__func__", None) is Trainer.prediction_step
+        )
+        try:
+            return own(model, inputs, prediction_loss_only, *args, **kw)
+        finally:
+            self._is_loss_only = False

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer with sequence groups beside Trainer without: one process, or as many ranks as there are groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import TRANSPORTS, Ranks
+from helpers import llms, trainers
+from helpers.trainers import Run, accuracy, arguments, flatten, model, pad, samples
+from torch import Tensor
+
+import spar.integrations.trainer
+
+PRELOAD = [*llms.PRELOAD, "transformers.trainer", "peft"]
+Group = dist.ProcessGroup
+Case = dict[str, Any]
+
+
+def of_world(world: int) -> Iterator[Ranks]:
+    """Start ranks that WORLD has all of: Trainer uses it."""
+    ranks = Ranks(worlds=(world,))
+    ranks.transport = TRANSPORTS[0]
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    yield from of_world(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    yield from of_world(4)
+
+
+def run(folder: Path, case: Case, replicas: int = 1) -> Run:
+    """Train and evaluate. replicas: how many ranks' samples a batch has."""
+    from transformers import Trainer
+
+    case = {"train": samples(16), "evaluated": samples(8, seed=9), "collator": pad} | case
+    sizes = {f"per_device_{kind}_batch_size": 2 * replicas for kind in ("train", "eval")}
+    options = sizes | {"eval_strategy": "epoch"} | case.get("arguments", {})
+    trainer = Trainer(
+        case.get("model", model)(),
+        arguments(folder, **options),
+        train_dataset=case["train"],
+        eval_dataset=case["evaluated"],
+        data_collator=case["collator"],
+        **case.get("trainer", {}),
+    )
+    trainer.train()
+    found = case["then"](trainer) if "then" in case else []
+    return trainers.result(trainer, found)
+
+
+def run_ranks(rank: int, world: int, group: Group, folder: Path, case: Case, size: int) -> Run:
+    trainers.as_launched(rank, world)
+    if size == 1:
+        return run(folder, case)
+    spar.integrations.trainer.install(size)
+    try:
+        return run(folder, case)
+    finally:
+        spar.integrations.trainer.uninstall()
+
+
+def predict(trainer: Any) -> list[Any]:
+    found = trainer.predict(samples(7, seed=5))
+    return [found.predictions, found.label_ids, found.metrics["test_loss"]]
+
+
+def mean_of_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+
+
+def ignored(every: list[trainers.Sample], *which: int) -> list[trainers.Sample]:
+    """Return the samples, some of which have no label that counts."""
+    for i in which:
+        every[i]["labels"] = torch.full_like(every[i]["labels"], -100)
+    return every
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model(), LoraConfig(r=4, init_lora_weights=False))
+
+
+CASES: dict[str, Case] = {
+    "padded": {
+        "arguments": {"num_train_epochs": 2, "include_num_input_tokens_seen": "non_padding"},
+        "trainer": {"compute_metrics": accuracy},
+        "then": predict,
+    },
+    "packed": {"collator": flatten, "arguments": {"include_num_input_tokens_seen": "all"}},
+    "uneven last batches": {
+        "train": samples(13),
+        "evaluated": samples(5, seed=9),
+        "trainer": {"compute_metrics": accuracy},
+        "then": predict,
+    },
+    "labels of each rank": {"arguments": {"average_tokens_across_devices": False}},
+    "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
+    "a loss function": {"trainer": {"compute_loss_func": mean_of_all}},
+    "grouped by length": {
+        "arguments": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 3},
+        "trainer": {"compute_metrics": accuracy},
+    },
+    "in order": {"arguments": {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}},
+    "one long sample": {"train": samples(16, long=90), "arguments": {"max_grad_norm": 0.1}},
+    "ignored labels": {
+        "train": ignored(samples(16), *range(0, 16, 2)),
+        "arguments": {"train_sampling_strategy": "sequential"},
+    },
+    "no labels in a step": {
+        "train": ignored(samples(16), *range(8)),
+        "arguments": {"train_sampling_strategy": "sequential"},
+    },
+    "extra columns": {"train": [each | {"text": "a"} for each in samples(16)]},
+    "a stream": {
+        "train": trainers.Stream(samples(15)),
+        "arguments": {"max_steps": 5, "accelerator_config": {"dispatch_batches": False}},
+    },
+    "bf16": {"arguments": {"bf16": True}, "tolerance": 2e-2},
+    "checkpointed": {"arguments": {"gradient_checkpointing": True}},
+    "LoRA": {"model": adapted, "then": predict},
+    "experts": {"model": functools.partial(model, "qwen3 moe", output_router_logits=True)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sequence_groups_train_as_one_process(two: Ranks, name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected = run(tmp_path, case)
+    for found in two(2, run_ranks, tmp_path, case, 2):
+        trainers.check_same(found, expected, case.get("tolerance", 1e-5))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    expected = two(2, run_ranks, tmp_path, case, 1)[0]
+    for found in four(4, run_ranks, tmp_path, case, 2):
+        trainers.check_same(found, expected, case.get("tolerance", 1e-5))
