@@ -116,7 +116,6 @@ def accelerator_class() -> type:
 
     class SequenceAccelerator(Accelerator):  # type: ignore[misc]
         sequences: Sequences
-        _takes_one = False  # whether a gather returns what one rank of each sequence group has
 
         def prepare(self, *args: Any, **kwargs: Any) -> Any:
             for each in args:
@@ -150,54 +149,44 @@ def accelerator_class() -> type:
             return self.sequences.mesh
 
         def gather(self, tensor: Any) -> Any:
-            found = super().gather(tensor)
-            return recursively_apply(self.sequences.one_of_each, found) if self._takes_one else found
+            """Gather what each sequence group has once; so does gather_for_metrics, which calls this."""
+            return recursively_apply(self.sequences.one_of_each, super().gather(tensor))
 
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-            """Gather each sample once."""
             try:
                 recursively_apply(lambda x: x, input_data, error_on_other_type=True)
             except TypeError:
                 use_gather_object = True
             if use_gather_object and self.sequences.mesh.get_local_rank(1):
-                input_data = []  # lists of all ranks are joined
-            self._takes_one = True
-            try:
-                return super().gather_for_metrics(input_data, use_gather_object)
-            finally:
-                self._takes_one = False
+                input_data = []  # accelerate joins the lists of all ranks
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     return SequenceAccelerator
 
 
-def check_arguments(trainer: Any, is_training_iterable: bool = False) -> None:
+def check_arguments(trainer: Any) -> None:
     """Refuse what would not give the numbers of one process, or was not tested."""
-    args, model = trainer.args, trainer.model
-    config = getattr(args, "fsdp_config", None) or {}
-    tensor_parallel = getattr(model, "_tp_size", None) or getattr(model, "tp_size", None) or 1
-    loaded = getattr(model, "is_distributed_loading_by_transformers", False)
-    refused = {
-        "deepspeed": trainer.is_deepspeed_enabled and "DDP, or fsdp=True",
-        "parallelism_config": args.parallelism_config is not None and "None: install() has the size",
-        "fsdp_config": bool(args.fsdp)
-        and (config.get("xla") or int(config.get("version", 2)) != 2)
-        and '"version": 2 and no "xla"',
-        "train_sampling_strategy": args.train_sampling_strategy == "batch_rebalance"
-        and '"random", "sequential" or "group_by_length"',
-        "accelerator_config": args.accelerator_config.dispatch_batches and "dispatch_batches None or False",
-        "use_liger_kernel": args.use_liger_kernel and "False",
-    }
-    for name, expected in refused.items():
-        if expected:
-            raise ValueError(
-                f"{WHERE}: {name} is {getattr(args, name)!r:.200}, which sequence parallelism does not "
-                f"support; expected {expected}"
-            )
-    if loaded or tensor_parallel > 1:
-        raise ValueError(
-            f"{WHERE}: from_pretrained sharded the {type(model).__name__}; expected one without tp_plan or "
-            "distributed_config"
-        )
+    args, accelerator = trainer.args, trainer.accelerator
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    strategy, loaders = args.train_sampling_strategy, args.accelerator_config
+    tensor_parallel = getattr(trainer.model, "_tp_size", None) or 1
+    loaded = getattr(trainer.model, "is_distributed_loading_by_transformers", False)
+    refused = (
+        (trainer.is_deepspeed_enabled, "deepspeed is enabled", "DDP, or fsdp=True"),
+        (fsdp is not None and fsdp.fsdp_version != 2, "FSDP 1 is enabled", '"version": 2 in fsdp_config'),
+        (accelerator.parallelism_config, "parallelism_config is given", "None"),
+        (strategy == "batch_rebalance", f"train_sampling_strategy is {strategy!r}", "another"),
+        (loaders.dispatch_batches, "accelerator_config has dispatch_batches=True", "None or False"),
+        (args.use_liger_kernel, "use_liger_kernel is True", "False"),
+        (
+            loaded or tensor_parallel > 1,
+            "from_pretrained sharded the model",
+            "no tp_plan or distributed_config",
+        ),
+    )
+    for is_refused, problem, expected in refused:
+        if is_refused:
+            raise ValueError(f"{WHERE}: {problem}; with sequence parallelism expected {expected}")
 
 
 def check_dataset(dataset: Any, sequences: Sequences) -> None:

@@ -34,8 +34,8 @@ def compare_with_one_process(trainer: Any, model: Any, step: Callable[[], Tensor
     for values, context in ((found, contextlib.nullcontext()), (expected, whole(states))):
         with kept(model, group), context:
             loss = step()
-            gradients = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-            values += [("the loss", loss.clone()), *((name, _own(x)) for name, x in gradients)]
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            values += [("the loss", loss.clone()), *((name, _gradient(p)) for name, p in trained)]
     sizes = torch.stack([_sizes(x, y) for (_, x), (_, y) in zip(found, expected, strict=True)])
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     scales = sizes[:, 1].clone()
@@ -66,11 +66,12 @@ def _check_dropout(model: Any) -> None:
                 )
 
 
-def _own(gradient: Tensor | None) -> Tensor:
-    """Return this rank's part of a gradient, which outlives it."""
-    if gradient is None:
-        return torch.zeros(())
-    return getattr(gradient, "_local_tensor", gradient).detach().clone()
+def _gradient(p: Tensor) -> Tensor:
+    """Return a copy of this rank's part of a gradient; zero if there is none."""
+    if p.grad is None:
+        return torch.zeros((), device=p.device)
+    own: Tensor = getattr(p.grad, "_local_tensor", p.grad)
+    return own.detach().clone()
 
 
 def _sizes(found: Tensor, expected: Tensor) -> Tensor:

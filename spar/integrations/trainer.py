@@ -126,15 +126,8 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
-        if torch.is_tensor(count) and not self.args.average_tokens_across_devices:
-            count = count * self.sequences.size  # Trainer divides what it did not add
-        return count
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        added = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + added // self.sequences.size
+        # Trainer divides by get_tp_size(), and gather() has each sequence group once.
+        return count * self.sequences.size if torch.is_tensor(count) else count
 
     def floating_point_ops(self, inputs: Any) -> float:
         return float(super().floating_point_ops(inputs)) / self.sequences.size

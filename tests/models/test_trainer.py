@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from conftest import TRANSPORTS, Ranks
 from helpers import llms, trainers
+from helpers.launched import launch
 from helpers.trainers import Run, accuracy, arguments, flatten, model, pad, samples
 from torch import Tensor
 
@@ -44,14 +47,13 @@ def four() -> Iterator[Ranks]:
 
 def run(folder: Path, case: Case, replicas: int = 1) -> Run:
     """Train and evaluate. replicas: how many ranks' samples a batch has."""
-    from transformers import Trainer
-
+    kind, arguments_kind = case.get("kind", ("Trainer", "TrainingArguments"))
     case = {"train": samples(16), "evaluated": samples(8, seed=9), "collator": pad} | case
     sizes = {f"per_device_{kind}_batch_size": 2 * replicas for kind in ("train", "eval")}
     options = sizes | {"eval_strategy": "epoch"} | case.get("arguments", {})
-    trainer = Trainer(
+    trainer = getattr(transformers, kind)(
         case.get("model", model)(),
-        arguments(folder, **options),
+        arguments(folder, arguments_kind, **options),
         train_dataset=case["train"],
         eval_dataset=case["evaluated"],
         data_collator=case["collator"],
@@ -89,6 +91,44 @@ def ignored(every: list[trainers.Sample], *which: int) -> list[trainers.Sample]:
     for i in which:
         every[i]["labels"] = torch.full_like(every[i]["labels"], -100)
     return every
+
+
+def number_of_rows(given: Any, compute_result: bool) -> dict[str, int]:
+    return {"rows": len(given.label_ids)}
+
+
+def with_all(given: Any) -> dict[str, Any]:
+    return {"loss of rows": float(given.losses.mean()), "inputs": int(given.inputs.sum())}
+
+
+def masked(every: list[trainers.Sample]) -> trainers.Sample:
+    """Collate samples, of which random tokens are masked."""
+    batch = pad(every)
+    is_masked = torch.rand(batch["labels"].shape) < 0.3
+    labels = batch["input_ids"].masked_fill(~is_masked, -100)
+    return batch | {"labels": labels, "input_ids": batch["input_ids"].masked_fill(is_masked, 3)}
+
+
+def classified(every: list[trainers.Sample]) -> trainers.Sample:
+    batch = pad(every)
+    return batch | {"labels": batch["input_ids"][:, 0] % 3}
+
+
+def bert() -> Any:
+    sizes = {"num_key_value_heads": 8, "max_position_embeddings": 96}
+    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    return model("BertForMaskedLM", **sizes, **no_dropout)
+
+
+def bart() -> Any:
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "initializer_range": None}
+    layers = {"encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return model("BartForConditionalGeneration", dropout=0.0, init_std=0.3, **sizes, **layers, **heads)
+
+
+def generated(given: Any) -> dict[str, int]:
+    return {"rows": len(given.predictions), "sum": int(given.predictions.clip(0).sum())}
 
 
 def adapted() -> Any:
@@ -132,6 +172,34 @@ CASES: dict[str, Case] = {
         "train": trainers.Stream(samples(15)),
         "arguments": {"max_steps": 5, "accelerator_config": {"dispatch_batches": False}},
     },
+    "several sets, and before training": {
+        "evaluated": {"short": samples(5, seed=2), "longer": samples(8, seed=3)},
+        "arguments": {"eval_on_start": True},
+        "trainer": {"compute_metrics": accuracy},
+    },
+    "metrics by batch": {
+        "evaluated": samples(7, seed=9),
+        "arguments": {"batch_eval_metrics": True},
+        "trainer": {"compute_metrics": number_of_rows},
+    },
+    "metrics of inputs": {
+        "evaluated": samples(7, seed=9),
+        "arguments": {"include_for_metrics": ["loss", "inputs"]},
+        "trainer": {"compute_metrics": with_all},
+    },
+    "masked tokens": {"model": bert, "collator": masked, "arguments": {"num_train_epochs": 2}},
+    "classes": {
+        "model": functools.partial(
+            model, "LlamaForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"}
+        ),
+        "collator": classified,
+    },
+    "generation": {
+        "kind": ("Seq2SeqTrainer", "Seq2SeqTrainingArguments"),
+        "model": bart,
+        "arguments": {"predict_with_generate": True, "generation_max_length": 7},
+        "trainer": {"compute_metrics": generated},
+    },
     "bf16": {"arguments": {"bf16": True}, "tolerance": 2e-2},
     "checkpointed": {"arguments": {"gradient_checkpointing": True}},
     "LoRA": {"model": adapted, "then": predict},
@@ -153,3 +221,20 @@ def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str,
     expected = two(2, run_ranks, tmp_path, case, 1)[0]
     for found in four(4, run_ranks, tmp_path, case, 2):
         trainers.check_same(found, expected, case.get("tolerance", 1e-5))
+
+
+WORKERS: Case = {"model": bert, "collator": masked, "arguments": {"dataloader_num_workers": 1}}
+
+
+def run_with_workers(folder: Path) -> None:
+    """On a rank of its own: the pool's processes may not have children."""
+    torch.set_num_threads(1)
+    expected = pickle.loads((folder / "expected").read_bytes())
+    spar.integrations.trainer.install(2)
+    trainers.check_same(run(folder, WORKERS), expected, 1e-5)
+    dist.destroy_process_group()
+
+
+def test_workers_of_a_group_draw_alike(tmp_path: Path) -> None:
+    (tmp_path / "expected").write_bytes(pickle.dumps(run(tmp_path, WORKERS)))
+    launch(run_with_workers, 2, tmp_path)
