@@ -47,6 +47,11 @@ def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: 
     check(tmp_path, 4, name, arguments, proved)
 
 
+@pytest.mark.parametrize("arguments", [[], ["--packed"]], ids=str)
+def test_trainer_proves(arguments: list[str], tmp_path: Path) -> None:
+    check(tmp_path, 2, "trainer.py", arguments, "proved: Trainer learns the same over 2 ranks")
+
+
 def test_diffusion_proves(tmp_path: Path) -> None:
     """On 2 ranks, which divide neither its 175 tokens nor its 3 heads, and half of the multiply-adds each."""
     proved = "Proved: 2 ranks train Wan, denoise a clip and differentiate"
