@@ -6,7 +6,6 @@ Wrappers, adapters, accumulation, distributed checkpoints, and the pages' recipe
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from helpers import llms
 from helpers.llms import (
     ROWS,
     SMALL,
-    TOLERANCE,
     adapted,
     check_exact,
     check_gradients,
@@ -33,7 +31,7 @@ from helpers.llms import (
     seeded,
     whole,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -279,88 +277,3 @@ def run_reward(rank: int, world: int, group: Group) -> None:
 
 def test_recipe_for_reward_models(pool: Ranks) -> None:
     pool(2, run_reward)
-
-
-def samples() -> list[dict[str, Tensor]]:
-    """Return eight samples that begin with 1 to 8, some of them with few labels."""
-    found = []
-    for i in range(8):
-        ids = torch.arange(37).add(i) % 50 + 1
-        found.append(
-            {"input_ids": ids, "labels": ids.masked_fill(torch.arange(37) < 30 * (i % 3 == 0), -100)}
-        )
-    return found
-
-
-def trained(
-    steps: list[list[int]], bf16: bool = False, smoothing: float = 0.0
-) -> tuple[nn.Module, list[float]]:
-    """Return the model that one process trains on the samples of each step, and its losses."""
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    model, losses, all_samples = seeded(maker("llama")), [], samples()
-    descent = torch.optim.SGD(model.parameters(), lr=0.1)
-    for chosen in steps:
-        batch = {name: torch.stack([all_samples[i][name] for i in chosen]) for name in all_samples[0]}
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            outputs = model(**batch)
-        loss = outputs.loss
-        if smoothing:
-            loss = LabelSmoother(smoothing)(outputs, batch["labels"], shift_labels=True)
-        loss.backward()
-        descent.step()
-        descent.zero_grad()
-        losses.append(float(loss.detach()))
-    return model, losses
-
-
-def check_parameters(model: nn.Module, expected: nn.Module, tolerance: float = TOLERANCE) -> None:
-    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
-        assert (p - q).abs().max() < tolerance * p.abs().max(), name
-
-
-def run_trainer(rank: int, world: int, group: Group, folder: Path, options: dict[str, Any]) -> None:
-    """Two steps of two micro-batches."""
-    from transformers import TrainingArguments
-
-    names: dict[str, Any] = {}
-    exec(recipe("transformers.md", "(Trainer)"), names)
-    _, dp, cp = meshes()
-    model = seeded(maker("llama"))
-    spar.parallelize(model, cp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = names["SequenceTrainer"](
-        model, arguments, train_dataset=samples(), optimizers=(optimizer, constant), dp=dp
-    )
-    order = [int(i) for batch in trainer.get_train_dataloader() for i in (batch["input_ids"][:, 0] - 1)]
-    trainer.train()
-    orders: list[Any] = [None] * world
-    dist.all_gather_object(orders, order)
-    assert orders[0] == orders[1] and sorted(orders[0] + orders[2]) == list(range(8))
-    bf16, smoothing = options.get("bf16", False), options.get("label_smoothing_factor", 0.0)
-    steps = [orders[0][i : i + 2] + orders[2][i : i + 2] for i in (0, 2)]
-    expected, losses = trained(steps, bf16, smoothing)
-    check_parameters(model, expected, 1e-3 if bf16 else TOLERANCE)
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, rel=2e-3 if bf16 else 1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}], ids=str)
-def test_recipe_for_trainer(pool: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-    pool(4, run_trainer, tmp_path, options)

@@ -20,6 +20,7 @@ from helpers.tables import KINDS, MAKERS
 
 import spar
 import spar.integrations.diffusers
+import spar.integrations.trainer
 import spar.integrations.transformers
 import spar.sequence_layout
 import spar.testing
@@ -196,12 +197,17 @@ DIFFUSERS = {
     "enable": "model, group=None, **options",
     "disable": "model",
 }
+TRAINER = {
+    "install": "sequence_parallel_size, check=False, **options",
+    "uninstall": "",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
     "diffusers": (spar.integrations.diffusers, DIFFUSERS),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
+    "trainer": (spar.integrations.trainer, TRAINER),
     "transformers": (spar.integrations.transformers, TRANSFORMERS),
     "sharding": (spar.sharding, SHARDING),
     "data": (spar.data, DATA),
@@ -259,6 +265,7 @@ def test_submodules_are_attributes_imported_at_first_use() -> None:
         "('testing', 'utils', 'sharding', 'data', 'parallel_state', 'topology')));"
         "assert spar.integrations.transformers.shard and 'transformers' not in sys.modules;"
         "assert spar.integrations.diffusers.enable and 'diffusers' not in sys.modules;"
+        "assert spar.integrations.trainer.install and 'transformers' not in sys.modules;"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
