@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from .._model.model import states_of
 from ._trainer import Sequences, accelerator_class, check_arguments, check_dataset, check_versions, mesh_of
@@ -88,6 +89,8 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     _sequence_settings: tuple[int, bool, dict[str, Any]]
     _is_loss_only = False  # in a prediction step
+    model: Any
+    model_wrapped: Any
 
     def __init__(
         self,
@@ -133,6 +136,14 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         return float(super().floating_point_ops(inputs)) / self.sequences.size
 
     # ---- steps ----
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)
+        if not self.is_fsdp_enabled and not isinstance(wrapper, DistributedDataParallel):
+            # After an evaluation before training Trainer would not wrap the model, and ranks would diverge.
+            self.model_wrapped = self.model
+            vars(self.model).pop("_is_accelerate_prepared", None)
+        return super()._prepare_for_training(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, count = super().get_batch_samples(*args, **kwargs)

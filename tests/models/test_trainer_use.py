@@ -244,23 +244,31 @@ def test_subclasses_whose_loss_reads_logits(two: Ranks, tmp_path: Path) -> None:
             trainers.check_same(each, expected, 1e-5)
 
 
-def logits_on_ranks(rank: int, world: int, group: Group, folder: Path) -> list[set[int]]:
-    """Return the tokens of logits that forwards return: in training, evaluate, which reads none, and predict."""
+def evaluated_first(trainer: Any) -> Run:
+    """Evaluate the loss, train, evaluate it again, and predict; return the tokens of the logits in each."""
     seen: set[int] = set()
-    every, found = alike(), []
-    with installed(rank, world, 2):
-        trainer = stock(folder, train_dataset=every, eval_dataset=every)
-        trainer.model.register_forward_hook(lambda module, given, out: seen.add(out.logits.size(1)))
-    for run in (trainer.train, trainer.evaluate, lambda: trainer.predict(every)):
+    found = []
+    trainer.model.register_forward_hook(lambda module, given, out: seen.add(out.logits.size(1)))
+    for run in (trainer.evaluate, trainer.train, trainer.evaluate, lambda: trainer.predict(alike())):
         run()
         found.append(set(seen))
         seen.clear()
-    return found
+    return trainers.result(trainer, found)
+
+
+def evaluated_first_on_ranks(rank: int, world: int, group: Group, folder: Path) -> Run:
+    with installed(rank, world, 2):
+        trainer = stock(folder, train_dataset=alike(), eval_dataset=alike())
+    return evaluated_first(trainer)
 
 
 def test_logits_are_gathered_only_where_they_are_read(two: Ranks, tmp_path: Path) -> None:
     """Of 9 tokens, of which a rank has 4 or 5."""
-    assert two(2, logits_on_ranks, tmp_path) == [[{5}, {5}, {9}], [{4}, {4}, {9}]]
+    expected = evaluated_first(stock(tmp_path, train_dataset=alike(), eval_dataset=alike()))
+    found = two(2, evaluated_first_on_ranks, tmp_path)
+    assert [each.found for each in found] == [[{5}, {5}, {5}, {9}], [{4}, {4}, {4}, {9}]]
+    for each in found:
+        trainers.check_same(each[:2], expected[:2], 1e-5)
 
 
 def several_on_ranks(rank: int, world: int, group: Group, folder: Path) -> tuple[Run, Run, Run]:
