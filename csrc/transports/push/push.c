@@ -75,8 +75,10 @@ static void close_slots(spar_gpu_state *gpu)
 {
     state *s = (state *)gpu;
     int is_kept = s->push && s->push->captured, is_open = s->push != NULL;
-    if (is_open && s->push->unended) /* not for the device, which another stream may be capturing */
+    if (is_open && s->push->unended) { /* not for the device, which another stream may be capturing */
         spar_cu.StreamSynchronize(s->push->unended);
+        spar_cu.StreamDestroy(s->push->unended);
+    }
     if (s->memory && !is_kept)
         spar_push_memory_leave(s->memory);
     spar_push_close(s->push); /* frees this rank's slot, now or when its last output is gone */
