@@ -61,6 +61,33 @@ def test_first_lines_of_the_page(two: Ranks, tmp_path: Path) -> None:
         trainers.check_same(found, trainers.result(one, []), 1e-5)
 
 
+@contextlib.contextmanager
+def sharding_on_cpus() -> Iterator[None]:
+    """Let accelerate use its FSDP plugin for CPUs, for which it ignores it."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    own = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
+            PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    AcceleratorState.__init__ = init
+    environment, kind = dict(os.environ), PartialState._shared_state.get("distributed_type")
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = own
+        os.environ.clear()  # accelerate leaves ACCELERATE_USE_FSDP there
+        os.environ.update(environment)
+        PartialState._shared_state["distributed_type"] = kind
+
+
+FSDP2: Case = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
 # ---- checkpoints ----
 
 
@@ -68,20 +95,22 @@ SAVES = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "
 SAVES |= {"save_strategy": "steps", "save_steps": 3}  # an epoch has 4
 
 
-def resumed(folder: Path) -> Run:
+def resumed(folder: Path, changes: Case = SAVES) -> Run:
     """Train, then train again from the middle of the first epoch."""
-    stock(folder, changes=SAVES).train()
-    trainer = stock(folder, changes=SAVES)
+    stock(folder, changes=changes).train()
+    trainer = stock(folder, changes=changes)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     return trainers.result(trainer, [])
 
 
-def resume_on_ranks(rank: int, world: int, group: Group, folder: Path, one: Path) -> tuple[Run, Run]:
-    """Return the run that is resumed from the ranks' checkpoint, and from that of one process."""
+def resume_on_ranks(rank: int, world: int, group: Group, folder: Path, one: Path) -> tuple[Run, ...]:
+    """Return runs that are resumed from the checkpoint of one process, of the ranks, and of FSDP2."""
     with installed(rank, world, world):
         trainer = stock(folder, changes=SAVES)
         trainer.train(resume_from_checkpoint=str(one / "checkpoint-3"))
-        return resumed(folder), trainers.result(trainer, [])
+        found = trainers.result(trainer, []), resumed(folder / "DDP")
+        with sharding_on_cpus():
+            return *found, resumed(folder / "FSDP2", SAVES | FSDP2)
 
 
 def test_resumes_in_an_epoch_also_from_one_process(two: Ranks, tmp_path: Path) -> None:
@@ -144,37 +173,14 @@ def test_best_model_is_loaded_and_saved_plainly(two: Ranks, tmp_path: Path) -> N
 # ---- wrappers of the model ----
 
 
-@contextlib.contextmanager
-def sharding_on_cpus() -> Iterator[None]:
-    """Let accelerate use its FSDP plugin for CPUs, for which it ignores it."""
-    from accelerate.state import AcceleratorState, DistributedType
-
-    own = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, *args, **kwargs)
-        if kwargs.get("fsdp_plugin") is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
-
-    AcceleratorState.__init__ = init
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = own
-        os.environ.clear()  # accelerate leaves ACCELERATE_USE_FSDP there
-        os.environ.update(environment)
-
-
 def alike() -> list[trainers.Sample]:
     """Return samples of one length: Dynamo compiles each anew."""
     every = samples(8, seed=1)
     return [each | {name: each[name][:9].repeat(2)[:9] for name in ("input_ids", "labels")} for each in every]
 
 
-LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 WRAPPED: dict[str, Case] = {
-    "FSDP2": {"fsdp": True, "fsdp_config": LAYERS},
+    "FSDP2": FSDP2,
     "torch.compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
 
