@@ -20,7 +20,7 @@ from .._model.report import Report
 from ._parallelize import parallelize
 
 WHERE = "integrations.trainer"
-# Their methods are replaced, so versions are those with which this was tested.
+# Methods of theirs that are not documented are overridden: these versions were tested.
 VERSIONS = {"transformers": "5.23", "accelerate": "1.15"}
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share their groups
@@ -28,33 +28,15 @@ _meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share th
 
 def check_versions() -> None:
     for name, expected in VERSIONS.items():
-        found = importlib.metadata.version(name)
+        try:
+            found = f"{importlib.metadata.version(name)} is"
+        except importlib.metadata.PackageNotFoundError:
+            found = "is not"
         if not found.startswith(f"{expected}."):
             raise ImportError(
-                f"{WHERE}: {name} {found} is installed; expected {expected}.*, with which this was tested. "
-                f"Install it: pip install '{name}=={expected}.*'"
+                f"{WHERE}: {name} {found} installed; expected {expected}.*, with which this was tested: "
+                f"pip install '{name}=={expected}.*'"
             )
-
-
-def mesh_of(size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh of data-parallel ranks and sequence groups, which are `size` consecutive ranks."""
-    world = dist.group.WORLD if dist.is_available() else None
-    if world is None:
-        raise ValueError(
-            f"{WHERE}: sequence_parallel_size is {size}, and this is one process; expected {size} or more "
-            f"ranks: torchrun --nproc-per-node {size} script.py"
-        )
-    if world.size() % size:
-        raise ValueError(
-            f"{WHERE}: sequence_parallel_size is {size}; must divide the number of ranks, {world.size()}"
-        )
-    known = _meshes.setdefault(world, {})
-    key = device.type, size
-    if key not in known:
-        # accelerate calls ranks with the same samples "tp".
-        names = ("dp_replicate", "tp")
-        known[key] = init_device_mesh(device.type, (world.size() // size, size), mesh_dim_names=names)
-    return known[key]
 
 
 @dataclass
@@ -62,43 +44,53 @@ class Sequences:
     """The sequence groups of a Trainer.
 
     Attributes:
-        mesh: data-parallel ranks x ranks of a sequence group.
+        size: the number of ranks that share each sequence: consecutive ones.
         options: of `parallelize`.
+        mesh: data-parallel ranks x ranks of a sequence group; None if the size is 1.
         report: of the newest model that was parallelized.
     """
 
-    mesh: DeviceMesh
+    size: int
     options: Mapping[str, Any]
+    mesh: Any = None
     report: Report | None = None
 
-    @property
-    def size(self) -> int:
-        """The number of ranks that share each sequence."""
-        return self.mesh.size(1)
+    def begin(self, device: torch.device) -> None:
+        """Make the mesh, or take that of an earlier Trainer."""
+        world = dist.group.WORLD if dist.is_available() else None
+        problem = f"{WHERE}: sequence_parallel_size is {self.size}"
+        if world is None:
+            raise ValueError(
+                f"{problem}, and this is one process; expected {self.size} or more ranks: "
+                f"torchrun --nproc-per-node {self.size} script.py"
+            )
+        if world.size() % self.size:
+            raise ValueError(f"{problem}; must divide the number of ranks, {world.size()}")
+        known = _meshes.setdefault(world, {})
+        key = device.type, self.size
+        if key not in known:
+            shape = world.size() // self.size, self.size
+            # accelerate calls ranks with the same samples "tp".
+            known[key] = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "tp"))
+        self.mesh = known[key]
 
     @property
     def replicas(self) -> int:
         """The number of sequence groups, each of which has its own samples."""
-        return self.mesh.size(0)
-
-    @property
-    def replica(self) -> int:
-        return self.mesh.get_local_rank(0)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(1)
+        return 1 if self.mesh is None else int(self.mesh.size(0))
 
     def parallelize(self, model: torch.nn.Module) -> None:
         """Parallelize a model, unless a Trainer with these groups did."""
+        group = self.mesh.get_group(1)
         for state in states_of(model):
-            if state.view.parts.group is not self.group:
+            if state.view.parts.group is not group:
                 raise ValueError(
                     f"{WHERE}: the model is parallelized over another group; call spar.unparallelize(model), "
                     "as the trainer parallelizes it itself"
                 )
+            self.report = state.view.report
             return
-        self.report = parallelize(model, self.group, **self.options)
+        self.report = parallelize(model, group, **self.options)
 
     def one_of_each(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return what one rank of each sequence group gave to a gather over all ranks."""
@@ -136,7 +128,7 @@ def accelerator_class() -> type:
             seeds = data_loader.worker_init_fn
             if isinstance(seeds, functools.partial) and seeds.func is seed_worker:
                 # Workers that mask tokens at random do it alike on the ranks of a sequence group.
-                seeded = functools.partial(seeds, rank=self.sequences.replica)
+                seeded = functools.partial(seeds, rank=self.sequences.mesh.get_local_rank(0))
                 data_loader.worker_init_fn = seeded
             return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -145,7 +137,7 @@ def accelerator_class() -> type:
             """Whether rank 0 reads for all: accelerate cannot give several ranks the same samples then."""
             return False
 
-        def _prepare_device_mesh(self) -> DeviceMesh:
+        def _prepare_device_mesh(self) -> Any:
             return self.sequences.mesh
 
         def gather(self, tensor: Any) -> Any:

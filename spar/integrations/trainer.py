@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .._model.model import states_of
-from ._trainer import Sequences, accelerator_class, check_arguments, check_dataset, check_versions, mesh_of
+from ._trainer import Sequences, accelerator_class, check_arguments, check_dataset, check_versions
 from ._trainer_check import compare_with_one_process
 
 __all__ = ["SequenceParallel", "install", "uninstall"]
@@ -53,9 +53,8 @@ def install(sequence_parallel_size: int, *, check: bool = False, **options: Any)
             self.__class__ = type(kind.__name__, (SequenceParallel, kind), settings | names)
         own(self, *args, **kwargs)
 
-    for owner, name, replacement in ((Trainer, "__init__", init),):
-        _replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, replacement)
+    _replaced.append((Trainer, "__init__", own))
+    Trainer.__init__ = init
 
 
 def uninstall() -> None:
@@ -108,9 +107,12 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        size, self._checks_step, options = self._sequence_settings
+        size, check, options = self._sequence_settings
+        self.sequences, self._checks_step = Sequences(size, options), check and size > 1
+        if size == 1:
+            return
         check_arguments(self)
-        self.sequences = Sequences(mesh_of(size, self.accelerator.device), options)
+        self.sequences.begin(self.accelerator.device)
         self.accelerator.__class__ = accelerator_class()
         self.accelerator.sequences = self.sequences
         gather = self.accelerator.gather_for_metrics
@@ -125,11 +127,12 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, as ranks of tensor parallelism do."""
-        return self.sequences.size
+        size = self.sequences.size
+        return size if size > 1 else int(super().get_tp_size())
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
-        # Trainer divides by get_tp_size(), and gather() has each sequence group once.
+        # Trainer divides by get_tp_size(), although gather() has each sequence group once.
         return count * self.sequences.size if torch.is_tensor(count) else count
 
     def floating_point_ops(self, inputs: Any) -> float:

@@ -443,5 +443,22 @@ def test_refused_options(size: Any, options: Case, message: str) -> None:
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
-    with pytest.raises(ImportError, match=r"transformers 5.22.1 is installed; expected 5.23.*, with which"):
+    with pytest.raises(ImportError, match=r"transformers 5.22.1 is installed; expected 5.23.\*, with which"):
         spar.integrations.trainer.install(2)
+    monkeypatch.undo()
+    monkeypatch.setattr("spar.integrations._trainer.VERSIONS", {"no-such-library": "1.2"})
+    with pytest.raises(ImportError, match=r"no-such-library is not installed; expected 1.2.\*"):
+        spar.integrations.trainer.install(2)
+
+
+def test_groups_of_one_rank_change_nothing(tmp_path: Path) -> None:
+    """In one process, without torch.distributed."""
+    one = stock(tmp_path)
+    one.train()
+    spar.integrations.trainer.install(1, check=True)
+    try:
+        trainer = stock(tmp_path)
+    finally:
+        spar.integrations.trainer.uninstall()
+    trainer.train()
+    trainers.check_same(trainers.result(trainer, []), trainers.result(one, []), 1e-9)
