@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import spar
 from helpers.nccl_ranks import OnDevice, Stream, allocator, core_of, set_up, wait, within
+from helpers.push_ranks import settle
 from helpers.tables import numbers
 from spar import _C
 from spar._group.group import Group
@@ -266,7 +267,7 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
     dist.barrier(group)
     comm.close()
     del comm
-    time.sleep(1)  # the memory of groups is freed behind their closes
+    settle()
     before = slots()
     assert lies_in_slot(outputs[0])
     assert torch.equal(outputs[0].tensor, wanted(1, rank, [40] * world, 100))
@@ -278,7 +279,7 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def check_growth(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Slots grow where an image has no room, and where a rank's outputs had none; not beyond the cap."""
-    time.sleep(1)  # the memory of groups before is freed behind their closes
+    settle()
     before = slots()[0]
     comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
     columns = 1024 * world
@@ -309,7 +310,7 @@ def check_growth(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def check_no_growth(rank: int, world: int, group: dist.ProcessGroup, function: str) -> None:
     """Where a rank has no memory, no slot grows, and calls are packed; nothing is lost, and none is tried."""
-    time.sleep(1)
+    settle()
     comm = set_up(group, SPAR_PUSH_SLOT=6400 << 10)
     first, rows = slots()[0], 480 // 4 // world
     with pytest.MonkeyPatch.context() as patch, Stream() as stream:
@@ -368,7 +369,7 @@ def check_growth_death(rank: int, world: int, group: dist.ProcessGroup, folder: 
 
 def check_freed(rank: int, world: int, group: dist.ProcessGroup, kib: int) -> None:
     """Calls whose waits end early are over, packed and direct ones: their group's memory is freed."""
-    time.sleep(1)  # the memory of groups before is freed behind their closes
+    settle()
     before = slots()[0]
     comm = set_up(group)
     comm.timeout, rows = 0.5, kib // 4 // world

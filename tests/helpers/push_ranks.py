@@ -6,6 +6,7 @@ nccl_faults.py, in groups whose ranks map each other's slots.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import threading
 import time
@@ -40,6 +41,12 @@ def synchronize(device: torch.device) -> None:
 
 
 push._synchronize = synchronize  # also after a test
+
+
+def settle() -> None:
+    """Let the memory of earlier groups go: that of outputs in a failure's frames, too, and behind closes."""
+    gc.collect()
+    time.sleep(1)
 
 
 def over_push(
@@ -151,7 +158,7 @@ def check_silent_rank(rank: int, world: int, group: dist.ProcessGroup) -> None:
 
 def check_late_kernels(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """Where a rank's GPU is busy beyond the set-up, its slots stay mapped until its kernels have ended."""
-    time.sleep(1)  # the memory of groups before is freed behind their closes
+    settle()
     before = _C.device_stats()[2]
     set_up(group).close()  # the kernels are loaded
     within(5, lambda: _C.device_stats()[2] == before)
@@ -171,7 +178,7 @@ def check_other_terms(rank: int, world: int, group: dist.ProcessGroup) -> None:
     """The smallest cap of all ranks applies; one that is too small for the ranks moves all to nccl."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPAR_PUSH_SLOT", str(1 << 20 if rank else 1 << 16))
-        time.sleep(1)  # the memory of groups before is freed behind their closes
+        settle()
         before = _C.device_stats()[2]
         comm = set_up(group)
         assert comm.transport("cuda").name == "push"
