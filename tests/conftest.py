@@ -299,6 +299,14 @@ class Ranks:
         return [results[rank][1] for rank in range(world)]
 
 
+def ranks_of_world(world: int) -> Iterator[Ranks]:
+    """Yield ranks that WORLD has all of, for what uses it; then end them."""
+    ranks = Ranks(worlds=(world,))
+    ranks.transport = transports()[0]
+    yield ranks
+    ranks.stop()
+
+
 def standin_ranks(worlds: tuple[int, ...], **environment: str) -> Iterator[Ranks]:
     """Yield ranks that have loaded the stand-ins of a GPU's libraries; then end them."""
     folder = standins.built()

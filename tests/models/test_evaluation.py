@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks, ranks_of_world
 from helpers.llms import PRELOAD as PRELOAD, TOLERANCE, left_padded, maker, recipe, seeded, whole
 from test_diffusers_vae import wan
 from torch import Tensor, nn
@@ -30,22 +30,14 @@ Names = dict[str, Any]
 PAGE = "evaluation.md"
 
 
-def of_world(world: int) -> Iterator[Ranks]:
-    """Start ranks that WORLD has all of: the pages' blocks use it."""
-    ranks = Ranks(worlds=(world,))
-    ranks.transport = TRANSPORTS[0]
-    yield ranks
-    ranks.stop()
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    yield from of_world(2)
+    yield from ranks_of_world(2)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    yield from of_world(4)
+    yield from ranks_of_world(4)
 
 
 def run(page: str, mark: str, names: Names) -> Names:

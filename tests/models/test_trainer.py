@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from conftest import TRANSPORTS, Ranks
+from conftest import Ranks, ranks_of_world
 from helpers import llms, trainers
 from helpers.launched import launch
 from helpers.trainers import Run, accuracy, arguments, flatten, model, pad, samples
@@ -27,22 +27,14 @@ Group = dist.ProcessGroup
 Case = dict[str, Any]
 
 
-def of_world(world: int) -> Iterator[Ranks]:
-    """Start ranks that WORLD has all of: Trainer uses it."""
-    ranks = Ranks(worlds=(world,))
-    ranks.transport = TRANSPORTS[0]
-    yield ranks
-    ranks.stop()
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    yield from of_world(2)
+    yield from ranks_of_world(2)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    yield from of_world(4)
+    yield from ranks_of_world(4)
 
 
 def run(folder: Path, case: Case, replicas: int = 1) -> Run:
