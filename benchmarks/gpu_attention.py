@@ -153,10 +153,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     for dtype, kernels in (FLEX if options.flex else KERNELS[device.type]).items():
         for kernel in kernels:
             check_kernel(report, chosen, tokens, device, dtype, kernel)
-    dist.barrier()
-    dist.destroy_process_group()
-    if report.status():
-        sys.exit(report.status())
+    gpu_ranks.end(report)
 
 
 def main() -> int:

@@ -75,10 +75,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of diffusers
             check(name, device, report)
-    dist.barrier()
-    dist.destroy_process_group()
-    if report.status():
-        sys.exit(report.status())
+    gpu_ranks.end(report)
 
 
 def main() -> int:

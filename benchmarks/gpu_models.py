@@ -76,10 +76,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     for name in MODELS:
         if name in (options.models or MODELS):
             check(name, device, batch, report)
-    dist.barrier()
-    dist.destroy_process_group()
-    if report.status():
-        sys.exit(report.status())
+    gpu_ranks.end(report)
 
 
 def main() -> int:

@@ -67,6 +67,14 @@ def count(options: argparse.Namespace, who: str, shares_gpus: bool = False) -> i
     return world
 
 
+def end(report: Report) -> None:
+    """End a rank's checks; exit with the report's status where something was wrong."""
+    dist.barrier()
+    dist.destroy_process_group()
+    if report.status():
+        sys.exit(report.status())
+
+
 def start(run: Run, options: argparse.Namespace, who: str, shares_gpus: bool = False) -> int:
     """Call run(rank, world, file of a store, options) in a process for each rank; return the exit status."""
     options.backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")

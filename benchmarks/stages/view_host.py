@@ -94,10 +94,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         f"{world} ranks over {spar.transport(None, device).name}, {len(os.sched_getaffinity(0))} cores."
     )
     measure(report, device)
-    dist.barrier()
-    dist.destroy_process_group()
-    if report.status():
-        sys.exit(report.status())
+    gpu_ranks.end(report)
 
 
 def main() -> int:
