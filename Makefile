@@ -25,7 +25,7 @@ BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
 .PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-compile test-core \
-	test-models test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
+	test-models test-trainers test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo 'make test-compile  run the tests that torch.compile takes seconds in (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
+	@echo 'make test-trainers  run the tests with other trainers, each in build/trainers (ARGS= goes to pytest)'
 	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
 	@echo 'make models-table  run every type of transformers by spar.parallelize, and write docs/models.md (ARGS=--help)'
 	@echo 'make test-platforms  run the tests in C for aarch64, under qemu; compile for macOS'
@@ -119,6 +120,16 @@ test-core: build .venv/.test
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
+
+# The versions that each trainer asks for precede those of .venv on the path of its tests: tests/trainers/NAME.txt.
+TRAINERS := $(patsubst tests/trainers/%.txt,build/trainers/%,$(wildcard tests/trainers/*.txt))
+test-trainers: build .venv/.test .venv/.models $(TRAINERS)
+	@$(BIN)/pytest -n $(WORKERS) tests/trainers $(ARGS)
+
+$(TRAINERS): build/trainers/%: tests/trainers/%.txt | .venv/.models
+	@echo 'installing what the tests of $* need'
+	@rm -rf $@ && $(PIP) install --no-deps --no-compile --target $@ -r $<
+	@touch $@
 
 # Not in make ci: the download takes 3 GB, and build/newest 6. It has no extra `test`, whose older NCCL would replace
 # that of torch. Without a GPU, tests of the nccl transport are skipped where torch has CUDA.
