@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move data in and out of sequence parallelism: packed samples, and LightRFT's samples and padded slices."""
+"""Move data in and out of sequence parallelism: packed samples, prefix trees, and LightRFT's names."""
 
 from .ops.names.lightrft import (
     SPDataProcessor,
@@ -7,10 +7,15 @@ from .ops.names.lightrft import (
     sp_slice_and_pad_input,
 )
 from .ops.packing import PackedSamples
+from .ops.prefix_tree import Edges, Tree
+from .ops.tree_samples import PrefixTree
 
 __all__ = [
+    "Edges",
     "PackedSamples",
+    "PrefixTree",
     "SPDataProcessor",
+    "Tree",
     "gather_forward_split_backward_and_unpad",
     "sp_slice_and_pad_input",
 ]

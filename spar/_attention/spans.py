@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .._checks import digest
 from .._exchange.observers import is_fake
 from ..sizes import as_named_int
 from .mask_functions import by_bisection, by_pairs, intervals_of
+
+if TYPE_CHECKING:
+    from ..sequence_layout import SequenceLayout
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -58,6 +61,7 @@ class Spans:
         ends: as passed, with the intervals of a query in order and apart from each other, as few as there
             can be; empty ones are (0, 0), behind the others.
         keys: the number of keys.
+        layout: how a model under `spar.parallelize` lays the tokens out; None: as it lays out any sequence.
 
     Raises:
         TypeError, ValueError: ends has another dtype or shape, or names a key that does not exist.
@@ -65,6 +69,7 @@ class Spans:
 
     # transformers passes a mask of four dims through its models as it is.
     ndim = 4
+    layout: SequenceLayout | None = None
 
     @_with_values
     def __init__(self, ends: Tensor, keys: int | None = None) -> None:
@@ -292,6 +297,19 @@ class Spans:
     def digest(self) -> int:
         """63 bits of all the spans, by which ranks compare them."""
         return self.remember("digest", lambda: digest(self.on_cpu))
+
+    # transformers counts the tokens of padding on the left of a mask where it makes chunks: there are none.
+
+    def cumsum(self, dim: int) -> Tensor:
+        return torch.ones(self.shape[0], 1, dtype=torch.int64, device=self.ends.device)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.zeros_like:
+            return NotImplemented
+        return torch.zeros(args[0].shape[0], 1, dtype=torch.int64, device=args[0].ends.device)
 
     def __repr__(self) -> str:
         batch, heads, queries, numbers = self.ends.shape

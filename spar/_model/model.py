@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .._attention.spans import Spans
 from .._control.mismatch import add_advice
 from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
@@ -151,7 +152,8 @@ class _Sharded:
     ) -> None:
         self.model, self.view, self.inputs = model, view, inputs
         self.layout_of = None if layout_of is None else _Uncopied(layout_of)
-        self._laid_out: dict[Any, Parts] = {}  # by layouts that the user's function returned
+        self.parts = view.parts  # where a batch says nothing else
+        self._laid_out: dict[Any, Parts] = {}  # by layouts of batches
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = Compiled(view)
         _disable_run()
@@ -181,15 +183,27 @@ class _Sharded:
         self.forwards.append((module, before, now))
 
     def lay_out(self, batch: dict[str, Any]) -> None:
-        """Let the sequences of a forward lie as the user's function says."""
-        assert self.layout_of is not None
-        layout = self.layout_of.value(batch)
-        own = self.view.parts
-        is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid"
-        if not is_known or layout.group is not own.group:
+        """Let the sequences of a forward lie as the user's function says, or as a mask of spans."""
+        own = self.parts
+        where = f"a sharded model's forward on rank {own.rank} of {own.world}"
+        layout: Any = next((x.layout for x in batch.values() if isinstance(x, Spans)), None)
+        if layout is not None and batch.get("labels") is not None:
             raise ValueError(
-                f"a sharded model's forward on rank {own.rank} of {own.world}: the function layout= returned "
-                f"{layout!r:.200}; expected a SequenceLayout of the model's group, none of ring x ulysses"
+                f"{where}: labels are given beside the mask of a prefix tree, of whose places the model's "
+                "loss would be the mean; expected no labels: pass the logits and tree.shard_labels() to "
+                "spar.token_logprobs"
+            )
+        if self.layout_of is not None:
+            layout = self.layout_of.value(batch)
+        elif layout is None:
+            self.view.parts = own
+            return
+        is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid" and own.state is None
+        if not is_known or layout.group is not own.group:
+            told = "the function layout= returned" if self.layout_of is not None else "the mask's layout is"
+            raise ValueError(
+                f"{where}: {told} {layout!r:.200}; expected a SequenceLayout of the model's group, none of "
+                'ring x ulysses, and a method other than "hybrid"'
             )
         key = layout.kind, layout.numbers
         if key not in self._laid_out:
@@ -341,12 +355,13 @@ class _ModelForward(_Forward):
         The user's torch.compile does not trace it: where the model is compiled, the view does that.
         """
         sharded = self.sharded
-        if sharded.is_alone or sharded.is_whole:
+        has_spans = any(isinstance(x, Spans) for x in (*args, *kwargs.values()))
+        if sharded.is_whole or (sharded.is_alone and not has_spans):
             if sharded.inputs and not sharded.is_alone:
-                if sharded.layout_of is not None:
-                    sharded.lay_out(self._named(args, kwargs))
+                sharded.lay_out(self._named(args, kwargs))
                 args, kwargs = self.given.gather(sharded.view.parts, args, kwargs)
-            return self.own(*args, **kwargs)
+            with sharded.view.library.around() if has_spans else contextlib.nullcontext():
+                return self.own(*args, **kwargs)
         asked = _asked() if is_dynamo_compiling() else None
         run = _disabled_run[0] if _disabled_run else _ModelForward._run
         return run(self, asked, args, kwargs)
@@ -363,17 +378,18 @@ class _ModelForward(_Forward):
             view.backend_of = functools.partial(backend_of, backend)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
-                device = view.parts.device = device_of(sharded.model)
-                if sharded.layout_of is not None:
-                    sharded.lay_out(self._named(args, kwargs))
-                    view.parts.device = device
+                sharded.lay_out(self._named(args, kwargs))
+                view.parts.device = device_of(sharded.model)
                 args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:
                     number_parameters(sharded.model)
                 sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
+                view.reads_spans = False
                 with intercepted(view), view.forward(args, kwargs):
-                    output = view.output(self._in_view(backend, args, kwargs))
+                    output = self._in_view(backend, args, kwargs)
+                    self._check_read(args, kwargs)
+                    output = view.output(output)
                 sharded.agreement.end(view.word)
                 view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:
@@ -388,6 +404,16 @@ class _ModelForward(_Forward):
                 view.backend_of = eagerly
         self._warn()
         return output
+
+    def _check_read(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse spans that no layer read: tokens would see others than they say, in silence."""
+        spans = [name for name, x in self._named(args, kwargs).items() if isinstance(x, Spans)]
+        if spans and not self.sharded.view.reads_spans:
+            parts, kind = self.sharded.view.parts, type(self.sharded.model).__name__
+            raise ValueError(
+                f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
+                f"which no layer of the {kind} reads; expected none for a model without attention, or a tensor"
+            )
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by the names of the forward's parameters, or by their places."""

@@ -79,6 +79,7 @@ class View(Mode, TorchFunctionMode):
         self._aliases, self._given = Aliases(), Given(())
         self.has_run_outside = False  # whether a block ran, in no forward of the model
         self.recording = True  # in the first forward
+        self.reads_spans = False  # whether a layer made its mask of the caller's spans, in this forward
         self.backend_of: BackendOf = eagerly  # in this forward
 
     # ---- what a model's hooks call ----

@@ -205,15 +205,9 @@ class PackedSamples:
 
     def _grouped(self, rows: int, max_tokens: int | None) -> list[list[int]]:
         """Return the samples of each row: the longest first, each to the row that has least."""
-        longest = max(self._lengths)
         if max_tokens is None:
             return self._balanced(rows)
-        most = check_int(self._where, "max_tokens", max_tokens, 1)
-        if longest > most:
-            raise ValueError(
-                f"{self._where}: max_tokens is {most}, and sample {self._lengths.index(longest)} has "
-                f"{longest} tokens; expected at least as many: rows do not share a sample"
-            )
+        most = self._check_longest(max_tokens)
 
         def fit(number: int) -> list[list[int]] | None:
             found = self._balanced(number)
@@ -232,6 +226,15 @@ class PackedSamples:
             else:
                 high, found = middle, fewer
         return found
+
+    def _check_longest(self, max_tokens: Any) -> int:
+        most, longest = check_int(self._where, "max_tokens", max_tokens, 1), max(self._lengths)
+        if longest > most:
+            raise ValueError(
+                f"{self._where}: max_tokens is {most}, and sample {self._lengths.index(longest)} has "
+                f"{longest} tokens; expected at least as many: rows do not share a sample"
+            )
+        return most
 
     def _balanced(self, rows: int) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(rows)]

@@ -77,6 +77,14 @@ def check_states(rank: int, world: int, group: Group) -> None:
         assert abs(loss - expected) < 1e-4 * expected, name
 
 
+def check_unread(rank: int, world: int, group: Group) -> None:
+    for name in ("mamba2", "rwkv"):
+        model, _ = pair(hybrid_models.maker(name), group, torch.float32)
+        with pytest.raises(ValueError, match=r"Spans, which no layer of the .* reads"):
+            model(input_ids=whole()["input_ids"], attention_mask=TREE)
+
+
 def test_spans_that_a_layer_would_not_honour_are_refused(pool: Ranks) -> None:
     pool(2, check_windows)
     pool(2, check_states)
+    pool(2, check_unread)

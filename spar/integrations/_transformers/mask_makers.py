@@ -16,8 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from ..._attention.spans import Spans
 from ..._model.leaves import has_blocks, refuse
 from ..._model.part import part_of
-from ..._model.spans_mask import mask_of
+from ..._model.spans_mask import dense_of, mask_of
 from ..._model.view import View, current_view, without_view
+from ...ops.prefix_tree import SpansOfTree
 from .masks import WINDOWS, MaskRequest, leaves_intervals
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
@@ -81,15 +82,17 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
             if has_blocks() and made is not None and made.numel() * made.element_size() >= LEAST_BYTES:
                 refuse("its masks are large, and are spans only outside of a graph")
             return made
-        view = current_view()
-        if view is None:
-            return own(*args, **kwargs)
         asked = signature.bind(*args, **kwargs)
         asked.apply_defaults()
-        given = asked.arguments
+        given, view = asked.arguments, current_view()
         if isinstance(given["attention_mask"], Spans):
+            if view is None:
+                return dense_of(_of_caller(None, given))
+            view.reads_spans = True
             with without_view():  # ranks share the work: they run other code
-                return _of_caller(view, given)
+                return _of_caller(view.parts.group, given)
+        if view is None:
+            return own(*args, **kwargs)
         batch, total = given["batch_size"], given["kv_length"]
         shape, dtype = (batch, 1, total, total), given.get("dtype", torch.bool)
         if not _may_be_spans(given) or batch * total * total * dtype.itemsize < LEAST_BYTES:
@@ -120,7 +123,7 @@ def _is_causal_alone(asked: dict[str, Any]) -> bool:
     return is_plain and asked.get("q_length") == total and (window is None or total < window)
 
 
-def _of_caller(view: View, given: dict[str, Any]) -> Tensor:
+def _of_caller(group: Any, given: dict[str, Any]) -> Tensor:
     """Return a mask of the Spans that the caller passed; refuse these where a layer does not honour them.
 
     transformers makes no mask of a tensor [B, H, S, S], and so would lose a window without a word.
@@ -134,10 +137,17 @@ def _of_caller(view: View, given: dict[str, Any]) -> Tensor:
             f"attention_mask is {spans}, and this layer has {given['q_length']} queries and {total} keys of "
             f"{batch} samples; expected Spans of all of them, and no cache (use_cache=False)"
         )
-    if not _is_plain(function):
-        # The layer's own mask, such as a window: by spans inside of it nothing is lost.
+    if isinstance(spans, SpansOfTree):
+        # The layer's own mask, such as a window, is one of depths. The tree is on the CPU.
+        depths = int(spans.tree.position_ids.max()) + 1
+        shape = 1, 1, depths, depths
+        cpu = torch.device("cpu")
+        of_depths = MaskRequest(function, shape, leaves_intervals(function), None, cpu)
+        spans = spans.tree.along(of_depths.spans(group))
+    elif not _is_plain(function):
+        # By spans inside of the layer's own mask nothing is lost.
         shape = batch, 1, total, total
-        own = MaskRequest(function, shape, leaves_intervals(function), None, device).spans(view.parts.group)
+        own = MaskRequest(function, shape, leaves_intervals(function), None, device).spans(group)
         if not torch.equal((spans.to(device) & own).ends, spans.to(device).ends):
             raise ValueError(
                 f"attention_mask is {spans}, by which queries attend to keys outside of a layer's own mask "

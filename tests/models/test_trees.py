@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock models over prefix trees, sharded: losses and gradients of the separate samples in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers.llms import EXPERTS, MIXED, maker
+from helpers.view_masks import pair
+from torch import Tensor
+
+import spar
+from spar.data import PrefixTree
+
+PRELOAD = [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "llama4")
+]
+pytestmark = pytest.mark.one_transport
+
+Group = dist.ProcessGroup
+LIMIT = 2e-6  # models compute rotary positions and norms in float32
+# Two prompts: one with samples that part again inside of responses, or end where others go on.
+PROMPT = [*range(1, 20)]
+SAMPLES = [
+    [*PROMPT, 30, 31, 32, 33, 34, 35],
+    [*PROMPT, 30, 31, 40, 41],
+    [*PROMPT, 30, 31],
+    [*PROMPT, 50, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14],
+    [2, 4, 6, 8, 10, 12],
+    [2, 4, 6, 9, 10],
+]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "window": ("mistral", {}),
+    "window in some layers": ("windows in some layers", {}),
+    "eager": ("qwen3", {"attn_implementation": "eager"}),
+    "experts": ("qwen3 moe", {}),
+    "softcap": ("Gemma2", MIXED | {"query_pre_attn_scalar": 8}),
+    "Gemma 3": ("Gemma3", MIXED | {"query_pre_attn_scalar": 8}),
+    "sinks": ("GptOss", MIXED | EXPERTS | {"num_local_experts": 4}),
+    "chunks": ("Llama4", {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 4}),
+}
+
+
+def given() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return ids, which tokens count, and old log-probabilities, of each sample."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.tensor(each) for each in SAMPLES]
+    masks = [torch.rand(len(each), generator=generator) < 0.7 for each in SAMPLES]
+    old = [torch.randn(len(each), generator=generator, dtype=torch.float64) - 4 for each in SAMPLES]
+    return ids, masks, old
+
+
+def loss_of(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    ratio = (logprobs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages) + 0.1 * logprobs.square()
+
+
+ADVANTAGES = torch.linspace(-1, 1, len(SAMPLES), dtype=torch.float64)
+
+
+def separate(model: Any, by: str) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of all samples' next tokens, each sample run alone, and the loss."""
+    every, losses = [], []
+    for ids, mask, old, advantage in zip(*given(), ADVANTAGES, strict=True):
+        logits = model(input_ids=ids[None], use_cache=False).logits.double()
+        found = logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        every.append(found)
+        losses.append(loss_of(found, old[1:], advantage) * mask[1:])
+    counts = torch.stack([mask[1:].sum() for mask in given()[1]])
+    sums = torch.stack([each.sum() for each in losses])
+    if by == "token":
+        return torch.cat(every), sums.sum() / counts.sum()
+    if by == "sample":
+        return torch.cat(every), (sums / counts)[counts > 0].mean()
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    means = [sums[groups == i].sum() / counts[groups == i].sum() for i in (0, 1)]
+    return torch.cat(every), torch.stack(means).mean()
+
+
+def over_a_tree(model: Any, group: Group, by: str, layout: str, has_edges: bool) -> tuple[Tensor, Tensor]:
+    ids, masks, old = given()
+    samples = PrefixTree(ids, group, layout=layout)
+    tree = samples.trees[0]
+    logits = model(**tree.batch(), use_cache=False).logits.double()
+    if has_edges:
+        edges = samples.edges(masks)
+        logprobs, _ = spar.token_logprobs(edges.of(logits), edges.labels, edges.layout)
+        logprobs = edges.expand(logprobs)
+    else:
+        logprobs, _ = spar.token_logprobs(logits, tree.shard_labels(), tree.layout)
+        logprobs = tree.expand(logprobs)
+    losses = loss_of(logprobs, samples.shard(old, shift=1), samples.shard(ADVANTAGES))
+    mask = samples.shard(masks, shift=1)
+    groups = [0, 0, 0, 0, 1, 1] if by == "group" else None
+    loss = spar.masked_mean(losses, mask, tree.samples, by=by, groups=groups, averaged_by=group)  # type: ignore[arg-type]
+    whole = samples.unpack(logprobs.detach(), shift=1)
+    return torch.cat([each[1:] for each in whole]), loss
+
+
+def check(rank: int, world: int, group: Group, name: str, options: dict[str, Any]) -> None:
+    by, layout, edges = (options.pop(key, value) for key, value in DEFAULTS.items())
+    kind, config = MODELS[name]
+    model, one = pair(maker(kind, **config), group, outputs="parts", **options)
+    for each in (model, one):
+        if hasattr(each, "set_experts_implementation"):
+            each.set_experts_implementation("eager")  # grouped products have no float64
+    logprobs, loss = over_a_tree(model, group, by, layout, edges)
+    expected, expected_loss = separate(one, by)
+    if edges:
+        counted = torch.cat([mask[1:] for mask in given()[1]])
+        logprobs, expected = logprobs.where(counted, 0), expected.where(counted, 0)
+    assert (logprobs - expected).abs().max() < LIMIT * expected.abs().max(), name
+    assert abs(loss - expected_loss) < LIMIT * abs(expected_loss), (name, loss, expected_loss)
+    loss.backward()
+    expected_loss.backward()
+    most = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
+    for (where, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad, group=group)
+        known = torch.zeros_like(q) if q.grad is None else q.grad
+        assert (grad / world - known).abs().max() < LIMIT * most, (name, where)
+
+
+DEFAULTS: dict[str, Any] = {"by": "token", "layout": "even", "edges": False}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_models(pool: Ranks, world: int, name: str) -> None:
+    pool(world, check, name, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"by": "sample", "method": "gather", "layout": "balanced"},
+        {"by": "group", "method": "ring", "layout": "zigzag"},
+        {"by": "sample", "method": "ring", "layout": "balanced", "edges": True},
+        {"by": "token", "method": "ulysses", "layout": "balanced", "edges": True},
+    ],
+    ids=str,
+)
+def test_methods_and_layouts(pool: Ranks, options: dict[str, Any]) -> None:
+    for name in ("llama", "window in some layers", "sinks"):
+        pool(3, check, name, options)
+
+
+def test_one_rank(pool: Ranks) -> None:
+    for name in ("llama", "window", "chunks"):
+        pool(1, check, name, {"by": "sample"})
