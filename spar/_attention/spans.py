@@ -298,6 +298,11 @@ class Spans:
         """63 bits of all the spans, by which ranks compare them."""
         return self.remember("digest", lambda: digest(self.on_cpu))
 
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(
+            f"{self}: the model's code reads its mask as a tensor; expected a model that makes masks of it"
+        )
+
     # transformers counts the tokens of padding on the left of a mask where it makes chunks: there are none.
 
     def cumsum(self, dim: int) -> Tensor:

@@ -22,12 +22,12 @@ from .._group.group import MOST_EXCHANGES, Call
 from .._group.registry import place_of
 from .._tracing import constant
 from ..errors import MismatchError, SparError
-from ..sequence_layout import SequenceLayout
 from ..topology.groups_by_name import ParallelState
 from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .agreement import Agreement, device_of
 from .backends import Backend, backend_of_trace
+from .batch_parts import BatchParts, LayoutOf
 from .blocks import Shards, find_blocks, number_of
 from .compiled import Compiled, backend_of
 from .compiled_code import of_its_own
@@ -38,16 +38,14 @@ from .leaves import end_block, has_blocks, is_traced
 from .library import NO_LIBRARY, Library, RunModule
 from .module_leaves import in_graph
 from .nested import tensors_in
-from .part import Parts, part_of, placement
+from .part import Parts, part_of
 from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
-from .view import View, current_view, eagerly, without_view
+from .view import SpansRead, View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")
-_MOST_LAYOUTS = 64  # of batches, whose functions are planned anew
-LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
 
 
 def sharded(
@@ -151,9 +149,7 @@ class _Sharded:
         inputs: Sequence[str],
     ) -> None:
         self.model, self.view, self.inputs = model, view, inputs
-        self.layout_of = None if layout_of is None else _Uncopied(layout_of)
-        self.parts = view.parts  # where a batch says nothing else
-        self._laid_out: dict[Any, Parts] = {}  # by layouts of batches
+        self.batches = BatchParts(view.parts, layout_of)
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = Compiled(view)
         _disable_run()
@@ -182,38 +178,6 @@ class _Sharded:
         module.forward = now
         self.forwards.append((module, before, now))
 
-    def lay_out(self, batch: dict[str, Any]) -> None:
-        """Let the sequences of a forward lie as the user's function says, or as a mask of spans."""
-        own = self.parts
-        where = f"a sharded model's forward on rank {own.rank} of {own.world}"
-        layout: Any = next((x.layout for x in batch.values() if isinstance(x, Spans)), None)
-        if layout is not None and batch.get("labels") is not None:
-            raise ValueError(
-                f"{where}: labels are given beside the mask of a prefix tree, of whose places the model's "
-                "loss would be the mean; expected no labels: pass the logits and tree.shard_labels() to "
-                "spar.token_logprobs"
-            )
-        if self.layout_of is not None:
-            layout = self.layout_of.value(batch)
-        elif layout is None:
-            self.view.parts = own
-            return
-        is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid" and own.state is None
-        if not is_known or layout.group is not own.group:
-            told = "the function layout= returned" if self.layout_of is not None else "the mask's layout is"
-            raise ValueError(
-                f"{where}: {told} {layout!r:.200}; expected a SequenceLayout of the model's group, none of "
-                'ring x ulysses, and a method other than "hybrid"'
-            )
-        key = layout.kind, layout.numbers
-        if key not in self._laid_out:
-            if len(self._laid_out) >= _MOST_LAYOUTS:
-                self._laid_out.clear()
-            # Documents are the model's concern: here a layout says where tokens are.
-            placed = placement(layout)
-            self._laid_out[key] = Parts(own.group, own.world, own.rank, own.method, None, placed)
-        self.view.parts = self._laid_out[key]
-
     def remove(self, where: str) -> None:
         replaced = [vars(module).get("forward") is not now for module, _, now in self.forwards]
         for (module, _, now), is_replaced in zip(self.forwards, replaced, strict=True):
@@ -236,16 +200,6 @@ class _Sharded:
     @property
     def is_running(self) -> bool:
         return current_view() is self.view
-
-
-class _Uncopied:
-    """Something of the user's, which copies of a model share, as it may hold a process group."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: object) -> _Uncopied:
-        return self
 
 
 def _is_within(own: Any, forward: Any) -> bool:
@@ -358,8 +312,8 @@ class _ModelForward(_Forward):
         has_spans = any(isinstance(x, Spans) for x in (*args, *kwargs.values()))
         if sharded.is_whole or (sharded.is_alone and not has_spans):
             if sharded.inputs and not sharded.is_alone:
-                sharded.lay_out(self._named(args, kwargs))
-                args, kwargs = self.given.gather(sharded.view.parts, args, kwargs)
+                parts = sharded.batches.of(self._named(args, kwargs))
+                args, kwargs = self.given.gather(parts, args, kwargs)
             with sharded.view.library.around() if has_spans else contextlib.nullcontext():
                 return self.own(*args, **kwargs)
         asked = _asked() if is_dynamo_compiling() else None
@@ -378,14 +332,14 @@ class _ModelForward(_Forward):
             view.backend_of = functools.partial(backend_of, backend)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
-                sharded.lay_out(self._named(args, kwargs))
+                view.parts = sharded.batches.of(self._named(args, kwargs))
                 view.parts.device = device_of(sharded.model)
                 args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
                 if view.recording:
                     number_parameters(sharded.model)
                 sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
-                view.reads_spans = False
+                view.spans_read = SpansRead()
                 with intercepted(view), view.forward(args, kwargs):
                     output = self._in_view(backend, args, kwargs)
                     self._check_read(args, kwargs)
@@ -406,13 +360,14 @@ class _ModelForward(_Forward):
         return output
 
     def _check_read(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse spans that no layer read: tokens would see others than they say, in silence."""
+        """Refuse spans that a layer did not read: tokens would see others than they say, in silence."""
         spans = [name for name, x in self._named(args, kwargs).items() if isinstance(x, Spans)]
-        if spans and not self.sharded.view.reads_spans:
+        read = self.sharded.view.spans_read
+        if spans and (not read.masks + read.along or read.along < read.layers):
             parts, kind = self.sharded.view.parts, type(self.sharded.model).__name__
             raise ValueError(
                 f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
-                f"which no layer of the {kind} reads; expected none for a model without attention, or a tensor"
+                f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
             )
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

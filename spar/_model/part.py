@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .._attention.spans import Spans
 from .._exchange.gather_plan import GatherPlan
 from .._exchange.layouts import pieces, shards
 from ..sequence_layout import SequenceLayout, numbers_of
@@ -223,6 +224,7 @@ class Parts:
     method: of `spar.attention`; None lets each attention choose.
     state: of the ring and ulysses groups over which sequences lie; None: over the group.
     layout: "even" or "zigzag", of all sequences; or that of sequences of its length, where others are even.
+    mask: the caller's spans of such a sequence, if it passed any.
 
     Attributes:
         given: the layout of sequences of its length; None if all are of one kind.
@@ -237,7 +239,9 @@ class Parts:
         method: str | None = None,
         state: ParallelState | None = None,
         layout: str | SequenceLayout = "even",
+        mask: Spans | None = None,
     ) -> None:
+        self.mask = mask
         self.group, self.world, self.rank, self.method, self.state = group, world, rank, method, state
         self._kind = layout
         self.given = layout if isinstance(layout, SequenceLayout) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,21 @@ def eagerly(block: torch.nn.Module) -> None:
     """Say that a block is not compiled."""
 
 
+@dataclass
+class SpansRead:
+    """What layers made of the caller's spans in a forward.
+
+    Attributes:
+        masks: how many masks layers asked for.
+        along: how many functions without attention ran along their tree.
+        layers: how many layers without attention the model has, if the spans have a tree.
+    """
+
+    masks: int = 0
+    along: int = 0
+    layers: int = 0
+
+
 class View(Mode, TorchFunctionMode):
     """While it is entered, a tensor that is a rank's part appears whole to the code that runs.
 
@@ -79,7 +95,7 @@ class View(Mode, TorchFunctionMode):
         self._aliases, self._given = Aliases(), Given(())
         self.has_run_outside = False  # whether a block ran, in no forward of the model
         self.recording = True  # in the first forward
-        self.reads_spans = False  # whether a layer made its mask of the caller's spans, in this forward
+        self.spans_read = SpansRead()
         self.backend_of: BackendOf = eagerly  # in this forward
 
     # ---- what a model's hooks call ----

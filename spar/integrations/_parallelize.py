@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .._model.model import LayoutOf, check_module, is_sharded, sharded, unsharded
+from .._model.batch_parts import LayoutOf
+from .._model.model import check_module, is_sharded, sharded, unsharded
 from .._model.report import Report
 from ..topology.resolve import Group
 from ._diffusers import models as diffusers

@@ -15,6 +15,7 @@ from .._exchange.layouts import Layout
 from .._group.group import Group
 from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
 from .heads import HeadExchange
+from .prefix_tree import Tree, agree, check_tree
 from .unused import depending_on
 
 _NAME = "by_heads"
@@ -30,6 +31,8 @@ def by_heads(
     cu_seqlens: bool = False,
     seq_dim: int = 1,
     head_dim: int = 2,
+    tree: Tree | None = None,
+    state: Sequence[int] = (),
 ) -> Any:
     """Exchange tokens for heads, run a function on the whole sequence of own heads, and exchange back.
 
@@ -55,6 +58,11 @@ def by_heads(
             cu_seqlens=, int32 `[documents + 1]` on the tensors' device.
         seq_dim: the dim of S in the tensors and results.
         head_dim: the dim of H in them.
+        tree: of a `PrefixTree`, whose layout is `layout`. fn is then called for each segment, as
+            fn(*tensors, *parameters, state) with the state behind the token before it, and returns its output
+            and the state behind it.
+        state: with a tree, the shape of the state, `[B, H, ...]`. Roots have zeros, float32, or float64 if
+            the first tensor is.
 
     Returns:
         What fn returns, `[B, S_local, H, ...]`, contiguous.
@@ -64,6 +72,7 @@ def by_heads(
         MismatchError: calls differ between ranks. Every rank raises.
     """
     tensors = not_empty(_NAME, tensors, layout.group)
+    agree(_NAME, tree)
     with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 3) as call:
         seq, head = _dims(call, tensors, layout, seq_dim, head_dim)
         heads = max([x.size(head) for x in tensors])
@@ -72,6 +81,10 @@ def by_heads(
                 raise call.error(
                     f"tensors[{i}]", f"of {x.size(head)} heads", f"a number that divides {heads}"
                 )
+        if tree is not None:
+            check_tree(call, tree, layout)
+            if len(state) < 2 or state[1] != heads:
+                raise call.error("state", list(state), f"a shape [B, {heads}, ...], with a tree")
         of_results = [like] if isinstance(like, int) else list(like)
         for index in of_results:
             if not 0 <= index < len(tensors) or tensors[index].size(head) != heads:
@@ -82,7 +95,10 @@ def by_heads(
         first, count = exchange.own
         if count:
             narrowed = _narrowed(call, parameters, heads, first, count)
-            results = _called(fn, own, narrowed, layout, cu_seqlens, seq)
+            if tree is None:
+                results = _called(fn, own, narrowed, layout, cu_seqlens, seq)
+            else:
+                results = _along(fn, own, narrowed, tree, [state[0], count, *state[2:]], seq)
             shape = [*own[of_results[0]].shape[:3]]
             results = _checked(call, results, len(of_results), shape, isinstance(like, int))
         else:
@@ -160,6 +176,27 @@ def _called(
     if not results or isinstance(results[0], Tensor):
         return torch.cat(results, seq)
     return tuple([torch.cat(parts, seq) for parts in zip(*results, strict=True)])
+
+
+def _along(
+    fn: Callable[..., Any],
+    own: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    tree: Tree,
+    state: Sequence[int],
+    seq: int,
+) -> Tensor:
+    """Call fn for each segment of a tree, with the state behind its parent."""
+    dtype = torch.float64 if own[0].dtype == torch.float64 else torch.float32
+    zeros = torch.zeros(state, dtype=dtype, device=own[0].device)
+    results: list[Tensor] = []
+    states: list[Tensor] = []
+    for first, size, parent in tree.segments:
+        part = [x.narrow(seq, first, size) for x in own]
+        result, after = fn(*part, *parameters, states[parent] if parent >= 0 else zeros)
+        results.append(result)
+        states.append(after)
+    return torch.cat(results, seq)
 
 
 def _checked(call: Arguments, results: Any, count: int, shape: list[int], one: bool) -> list[Tensor]:

@@ -19,6 +19,8 @@ from .._exchange.autocast import no_autocast
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .fragments import Fragment, fragments_of
 from .gather import transpose_for
+from .prefix_tree import Tree, agree, check_tree
+from .tree_fragments import fragments_of_tree
 from .unused import depending_on
 
 _NAME = "by_state"
@@ -50,6 +52,7 @@ def by_state(
     correct: Callable[..., Tensor] | None = None,
     like: int = 0,
     seq_dim: int = 1,
+    tree: Tree | None = None,
 ) -> Tensor:
     """Run a recurrence over a sharded sequence; only states travel, whose size does not depend on its length.
 
@@ -79,6 +82,7 @@ def by_state(
             zero. With it, fn runs once for each fragment and from zeros only, else twice.
         like: the tensor whose shape and dtype the output has, where a rank has no tokens.
         seq_dim: where S is in the tensors and the output.
+        tree: of a `PrefixTree`, whose layout is `layout`: each token then has its ancestors before it.
 
     Returns:
         The output, `[B, S_local, ...]`, contiguous.
@@ -89,6 +93,7 @@ def by_state(
     """
     recurrence = Recurrence(fn, tuple(state), transition, values, decay, correct, like)
     tensors = not_empty(_NAME, tensors, layout.group)
+    agree(_NAME, tree)
     # One exchange, and the peers' next call, in which they learn that fn failed behind it.
     with Arguments(_NAME, tensors[0], layout.group, "tensors[0]", 2) as call:
         seq = call.dim("seq_dim", seq_dim)
@@ -97,7 +102,9 @@ def by_state(
         if not 0 <= recurrence.like < len(tensors):
             raise call.error("like", recurrence.like, f"the index of one of {len(tensors)} tensors")
         _check_recurrence(call, recurrence, tensors, seq)
-        return _Passing(call, recurrence, tensors, layout, seq).run()
+        if tree is not None:
+            check_tree(call, tree, layout)
+        return _Passing(call, recurrence, tensors, layout, seq, tree).run()
 
 
 def _check_recurrence(call: Arguments, given: Recurrence, tensors: Sequence[Tensor], seq: int) -> None:
@@ -149,9 +156,14 @@ class _Passing:
         tensors: Sequence[Tensor],
         layout: SequenceLayout,
         seq: int,
+        tree: Tree | None,
     ) -> None:
         self.call, self.given, self.tensors, self.layout, self.seq = call, given, tensors, layout, seq
-        self.own, self.succession = fragments_of(layout, call.world, call.rank)
+        if tree is None:
+            self.own, self.succession = fragments_of(layout, call.world, call.rank)
+        else:
+            self.own, self.succession = fragments_of_tree(tree, call.world, call.rank)
+        self.states: dict[tuple[int, ...], Tensor] = {}  # behind paths of fragments
         self.state = given.state
         self.width = 1 if given.decay else self.state[-2]
         dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
@@ -271,12 +283,16 @@ class _Passing:
         gathered: Tensor = transpose_for(_NAME, False, own, self.layout.group, 0, sizes, None)
         return gathered
 
-    def folded(self, gathered: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the state behind the fragments of these numbers, which are a document's first ones."""
+    def folded(self, gathered: Tensor, numbers: tuple[int, ...]) -> Tensor:
+        """Return the state behind the fragments of these numbers, which are the first ones of a path."""
         state = self.zeros
         with no_autocast(self.zeros.device.type):
             for i, number in enumerate(numbers):
-                before, own = gathered[number, ..., : self.width], gathered[number, ..., self.width :]
-                # The M of a first fragment is not gathered.
-                state = own if i == 0 else own + (before * state if self.given.decay else before @ state)
+                path = numbers[: i + 1]  # Others begin with it, too.
+                if path not in self.states:
+                    before, own = gathered[number, ..., : self.width], gathered[number, ..., self.width :]
+                    # The M of a first fragment is not gathered.
+                    after = own if i == 0 else own + (before * state if self.given.decay else before @ state)
+                    self.states[path] = after
+                state = self.states[path]
         return state

@@ -22,6 +22,8 @@ from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
+from .prefix_tree import Tree
+from .tree_fragments import fragments_of_tree, plan_ancestors
 
 
 class Windows(NamedTuple):
@@ -124,6 +126,25 @@ def convolve(
         y = y.clone()
     result: Tensor = _Corrected.apply(y, corrections, windows, dim, shared)  # type: ignore[no-untyped-call]
     return result
+
+
+def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: Tree, before: int, dim: int) -> Tensor:
+    """Apply a causal function of `before` tokens and one more along each path of a tree.
+
+    Each of this rank's fragments stands behind its own ancestors, in a copy: one exchange.
+
+    fn: assumes zeros before the first token.
+    """
+    with Arguments("SequenceLayout.halo", x, tree.layout.group) as call:
+        checked_numbers(call, "layout", tree.layout, call.dim("dim", dim), False)
+        plan = plan_ancestors(tree, before, call.world, call.rank)
+        wide = gather_pieces(call, plan, [x], dim, f"tree, {before} before")[0]
+    own, _ = fragments_of_tree(tree, call.world, call.rank)
+    if not own:  # of one token of zeros, so that parameters and the exchange have their gradients
+        zeros = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+        return fn(torch.cat([wide, zeros], dim)).narrow(dim, 0, 0)
+    kept = torch.cat([torch.arange(f.begin, f.begin + f.size) + (i + 1) * before for i, f in enumerate(own)])
+    return fn(wide).index_select(dim, kept.to(x.device))
 
 
 class _Tap(torch.autograd.Function):

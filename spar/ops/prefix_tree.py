@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,13 @@ from torch import Tensor
 
 from .._attention.spans import Spans
 from .._checks import check_int, digest
+from .._exchange.arguments import Arguments
 from .._exchange.layouts import shards
 from .._group.registry import place_of
+from ..errors import MismatchError
 from ..sequence_layout import SequenceLayout, numbers_of
-from .tree_branches import Branch, ends_of, places_of
+from .gather import all_gather
+from .tree_branches import Branch, ends_of, places_of, segments_of
 from .tree_cut import cut_by_work
 
 _NAME = "PrefixTree"
@@ -34,6 +39,8 @@ class Tree:
         position_ids: int64 `[1, S]`, the depths.
         labels: int64 `[1, S]`, the next token, which is that of all samples that have one; else -100.
         parents: int64 `[S]`, the place of the token before; -1 of a root.
+        segments: the runs of places between forks, `(first, size, parent)`: a recurrence begins each one with
+            the state behind its parent, the number of another segment, or -1.
         counts: int64 `[S]`, how many samples have the token.
         places: for each sample int64 `[length]`, the places of its tokens.
         is_first: for each sample bool `[length]`, whether its token is the first copy of its place: as a mask
@@ -65,6 +72,7 @@ class Tree:
         for each in begun:  # once all ends are marked: a sample may go on where another one ends
             if each.parent >= 0:
                 self.labels[0, each.parent] = self.input_ids[0, each.first]
+        self.segments = segments_of(self.parents)
         by_sample = sorted(branches)
         self.places = [places_of(each.runs) for each in by_sample]
         self.is_first = [
@@ -81,6 +89,7 @@ class Tree:
         places = torch.cat(self.places)
         self.samples, self._index = self.select(places, [len(each) for each in self.places])
         self._made: dict[int, Spans] = {}
+        self.is_compared = False  # by the ranks
 
     def _laid_out(self, layout: str | LayoutOf, group: dist.ProcessGroup) -> SequenceLayout:
         total = self.input_ids.size(1)
@@ -172,7 +181,7 @@ class Tree:
         """Return this rank's labels, `[1, S/P]`."""
         return self.layout.shard(self.labels, 1)
 
-    @property
+    @functools.cached_property
     def digest(self) -> int:
         """63 bits of the tokens and the tree, by which ranks compare it."""
         return digest(torch.stack([self.input_ids[0], self.parents]))
@@ -180,6 +189,32 @@ class Tree:
     def __repr__(self) -> str:
         tokens = sum([len(each) for each in self.places])
         return f"Tree({len(self.places)} samples, {tokens} tokens in {self.input_ids.size(1)} places)"
+
+
+def agree(name: str, tree: Any) -> None:
+    """Let the ranks compare a tree, in its first call: an exchange of 8 bytes.
+
+    Raises:
+        MismatchError: they have other trees. Every rank raises.
+    """
+    if not isinstance(tree, Tree) or tree.is_compared:
+        return
+    own = torch.tensor([tree.digest], device="cpu")
+    digests = all_gather(own, tree.layout.group).tolist()
+    if len(set(digests)) > 1:
+        groups = [[rank for rank, x in enumerate(digests) if x == each] for each in dict.fromkeys(digests)]
+        raise MismatchError(
+            f"{name}: ranks {groups[0]} and {groups[1]} have other samples in the tree; expected the same"
+        )
+    tree.is_compared = True
+
+
+def check_tree(call: Arguments, tree: Any, layout: SequenceLayout) -> None:
+    """Check that a layout is that of a tree."""
+    if not isinstance(tree, Tree):
+        raise call.type_error("tree", f"a {type(tree).__name__}", "a Tree of spar.data.PrefixTree, or None")
+    if layout is not tree.layout:
+        raise call.error("layout", f"{layout}", f"that of the tree, {tree.layout}")
 
 
 class Edges:

@@ -48,6 +48,34 @@ class Branch(NamedTuple):
         return *self.above, (self.first, self.size)
 
 
+class Segment(NamedTuple):
+    """A run of places of which only the last one may have several children.
+
+    Attributes:
+        first, size: its places.
+        parent: the number of the segment before it, or -1.
+    """
+
+    first: int
+    size: int
+    parent: int
+
+
+def segments_of(parents: Tensor) -> tuple[Segment, ...]:
+    """Return a tree's segments in the order of its places: one begins behind each fork. parents: `[S]`."""
+    total = len(parents)
+    begins = parents != torch.arange(-1, total - 1, device="cpu")
+    forks = parents[begins & (parents >= 0)] + 1
+    begins[forks[forks < total]] = True
+    begins[0] = True
+    starts = begins.nonzero()[:, 0]
+    before = parents[starts]
+    number = torch.where(before >= 0, begins.cumsum(0)[before] - 1, -1)
+    sizes = torch.cat([starts, starts.new_full((1,), total)]).diff()
+    listed = zip(starts.tolist(), sizes.tolist(), number.tolist(), strict=True)
+    return tuple([Segment(*each) for each in listed])
+
+
 def merge(samples: Sequence[Tensor], order: Sequence[int]) -> list[Branch]:
     """Merge samples by their common prefixes.
 

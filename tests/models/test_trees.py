@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers import hybrid_models
 from helpers.llms import EXPERTS, MIXED, maker
 from helpers.view_masks import pair
 from torch import Tensor
 
 import spar
 from spar.data import PrefixTree
+from spar.integrations._transformers.tokens import Tokens
 
 PRELOAD = [
     f"transformers.models.{name}.modeling_{name}"
@@ -104,9 +106,21 @@ def over_a_tree(model: Any, group: Group, by: str, layout: str, has_edges: bool)
 
 
 def check(rank: int, world: int, group: Group, name: str, options: dict[str, Any]) -> None:
-    by, layout, edges = (options.pop(key, value) for key, value in DEFAULTS.items())
     kind, config = MODELS[name]
-    model, one = pair(maker(kind, **config), group, outputs="parts", **options)
+    check_model(group, maker(kind, **config), **options)
+
+
+def check_model(
+    group: Group,
+    make: Any,
+    by: str = "token",
+    layout: str = "even",
+    edges: bool = False,
+    limit: float = LIMIT,
+    **options: Any,
+) -> None:
+    model, one = pair(make, group, outputs="parts", **options)
+    name, world = type(model).__name__, group.size()
     for each in (model, one):
         if hasattr(each, "set_experts_implementation"):
             each.set_experts_implementation("eager")  # grouped products have no float64
@@ -115,8 +129,8 @@ def check(rank: int, world: int, group: Group, name: str, options: dict[str, Any
     if edges:
         counted = torch.cat([mask[1:] for mask in given()[1]])
         logprobs, expected = logprobs.where(counted, 0), expected.where(counted, 0)
-    assert (logprobs - expected).abs().max() < LIMIT * expected.abs().max(), name
-    assert abs(loss - expected_loss) < LIMIT * abs(expected_loss), (name, loss, expected_loss)
+    assert (logprobs - expected).abs().max() < limit * expected.abs().max(), name
+    assert abs(loss - expected_loss) < limit * abs(expected_loss), (name, loss, expected_loss)
     loss.backward()
     expected_loss.backward()
     most = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
@@ -124,10 +138,7 @@ def check(rank: int, world: int, group: Group, name: str, options: dict[str, Any
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(grad, group=group)
         known = torch.zeros_like(q) if q.grad is None else q.grad
-        assert (grad / world - known).abs().max() < LIMIT * most, (name, where)
-
-
-DEFAULTS: dict[str, Any] = {"by": "token", "layout": "even", "edges": False}
+        assert (grad / world - known).abs().max() < limit * most, (name, where)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,3 +165,59 @@ def test_methods_and_layouts(pool: Ranks, options: dict[str, Any]) -> None:
 def test_one_rank(pool: Ranks) -> None:
     for name in ("llama", "window", "chunks"):
         pool(1, check, name, {"by": "sample"})
+
+
+# ---- layers without attention ----
+
+ALONG = [
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "bamba", "falcon_h1"),
+    *("granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "lfm2", "lfm2_moe", "lfm3", "minimax"),
+]
+REFUSED = {  # type: the error
+    "jamba": "Mamba 1's scan runs along a sequence from its first token on",
+    "zamba": "Mamba 1's scan runs along",
+    "rwkv": "RWKV's attention runs along",
+    "recurrent_gemma": "which some layers of the RecurrentGemmaForCausalLM ignore",
+}
+
+
+def check_along(rank: int, world: int, group: Group, name: str, by_state: bool) -> None:
+    """By heads or by state, whatever the sizes of states and tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokens, "passes_states", lambda *_: by_state)
+        # Gates are in float32: `hybrid_models`.
+        check_model(group, hybrid_models.maker(name), "sample", "balanced", limit=2e-5)
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_layers_without_attention(pool: Ranks, name: str) -> None:
+    pool(3, check_along, name, False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "bamba", "minimax"])
+def test_states_are_passed_between_ranks(pool: Ranks, name: str) -> None:
+    pool(2, check_along, name, True)
+
+
+def check_refused(rank: int, world: int, group: Group) -> None:
+    batch = PrefixTree(SAMPLES, group).trees[0].batch()
+    for name, error in REFUSED.items():
+        model, _ = pair(hybrid_models.maker(name), group, torch.float32)
+        with pytest.raises(ValueError, match=error):
+            model(**batch, use_cache=False)
+    model, _ = pair(hybrid_models.maker("mamba"), group, torch.float32)
+    with pytest.raises(TypeError, match="the model's code reads its mask as a tensor"):
+        model(**batch, use_cache=False)
+    model, _ = pair(maker("llama"), group)
+    with pytest.raises(ValueError, match="labels are given beside the mask of a prefix tree"):
+        model(**batch, labels=batch["input_ids"], use_cache=False)
+    with pytest.raises(ValueError, match="must be 2D"):
+        model.generate(**batch, max_new_tokens=2)
+    other = PrefixTree([each[: len(each) - (rank and i == 0)] for i, each in enumerate(SAMPLES)], group)
+    with pytest.raises((ValueError, spar.MismatchError)):
+        model(**other.trees[0].batch(), use_cache=False)
+    model(**batch, use_cache=False)  # the group stays usable
+
+
+def test_what_cannot_be_right_is_refused(pool: Ranks) -> None:
+    pool(2, check_refused)

@@ -37,11 +37,11 @@ def run_experts(
     _check_whole(view, module)
     for x in tensors:
         view.check_stale("experts", x)
-    # What a router chose may be whole, as of functions that have no rule.
-    args, kwargs = changed(lambda x: x if part_of(x) else view.parts.shard(x, part), (args, kwargs))
     if view.recording:
         view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
-    with without_view():
+    with without_view():  # ranks with other runs of tokens select theirs by other functions
+        # What a router chose may be whole, as of functions that have no rule.
+        args, kwargs = changed(lambda x: x if part_of(x) else view.parts.shard(x, part), (args, kwargs))
         return mark(own(*args, **kwargs), part)
 
 

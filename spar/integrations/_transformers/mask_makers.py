@@ -25,6 +25,8 @@ from .masks import WINDOWS, MaskRequest, leaves_intervals
 LEAST_BYTES = 1 << 22
 _NAME, _EAGER = "sdpa", "eager"
 _WITHOUT_TOKENS = {"mlp", "moe"}  # layers of Nemotron-H in which no token sees another one
+# Layers whose functions run along a prefix tree: `scans`.
+_ALONG_TREES = {"linear_attention", "conv", "hybrid", "mamba"}
 _PLAIN = ("causal_mask_function", "bidirectional_mask_function")
 _ARGUMENTS = (
     "batch_size",
@@ -88,9 +90,9 @@ def _intercepting(own: Callable[..., Any], booleans: Callable[..., Any]) -> Call
         if isinstance(given["attention_mask"], Spans):
             if view is None:
                 return dense_of(_of_caller(None, given))
-            view.reads_spans = True
+            view.spans_read.masks += 1
             with without_view():  # ranks share the work: they run other code
-                return _of_caller(view.parts.group, given)
+                return _of_caller(view, given)
         if view is None:
             return own(*args, **kwargs)
         batch, total = given["batch_size"], given["kv_length"]
@@ -123,14 +125,14 @@ def _is_causal_alone(asked: dict[str, Any]) -> bool:
     return is_plain and asked.get("q_length") == total and (window is None or total < window)
 
 
-def _of_caller(group: Any, given: dict[str, Any]) -> Tensor:
+def _of_caller(view: View | None, given: dict[str, Any]) -> Tensor:
     """Return a mask of the Spans that the caller passed; refuse these where a layer does not honour them.
 
     transformers makes no mask of a tensor [B, H, S, S], and so would lose a window without a word.
     """
     spans, function, more = given["attention_mask"], given["mask_function"], given.get("kwargs", {})
     batch, total, device = given["batch_size"], given["kv_length"], torch.device(given["device"])
-    sizes = spans.shape
+    sizes, group = spans.shape, None if view is None else view.parts.group
     offsets = given["q_offset"], given["kv_offset"]
     if sizes[0] not in (1, batch) or sizes[2:] != (given["q_length"], total) or offsets != (0, 0):
         raise ValueError(
@@ -154,13 +156,15 @@ def _of_caller(group: Any, given: dict[str, Any]) -> Tensor:
                 f"({function.__qualname__}), such as a window; expected Spans inside of it, or a 4-D "
                 "tensor, which replaces it"
             )
-    kinds = set(getattr(more.get("config"), "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", *WINDOWS, *_WITHOUT_TOKENS})
+    layers = getattr(more.get("config"), "layer_types", None) or ()
+    others = [kind for kind in layers if kind not in {"full_attention", *WINDOWS, *_WITHOUT_TOKENS}]
     if others and not torch.equal(spans.on_cpu, Spans.causal(total).ends):
-        raise ValueError(
-            f"attention_mask is {spans}, and the model has layers of {', '.join(others)}, which ignore it; "
-            "expected Spans.causal(S): pass each document as a sample of its own"
-        )
+        if view is None or not isinstance(spans, SpansOfTree) or not _ALONG_TREES.issuperset(others):
+            raise ValueError(
+                f"attention_mask is {spans}, and the model has layers of {', '.join(sorted(set(others)))}, "
+                "which ignore it; expected Spans.causal(S): pass each document as a sample of its own"
+            )
+        view.spans_read.layers = len(others)
     shape = batch, sizes[1], *sizes[2:]
     return mask_of(spans.to(device), shape, device, given.get("dtype", torch.bool))
 

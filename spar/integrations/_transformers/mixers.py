@@ -19,6 +19,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..._model.leaves import is_traced, leaf
+from ..._model.part import has_part
 from ..._model.view import View, current_view
 from .eager import are_weights_read
 from .scans import LIGHTNING_NAMES, SERVED, Function, lightning
@@ -74,8 +75,12 @@ def run_lightning(
 
 
 def _has_parameters(own: Any, function: Function) -> bool:
-    found = inspect.signature(own).parameters if callable(own) else {}
-    return callable(own) and all(name in found for name in function.parameters)
+    return callable(own) and _parameters_of(own).issuperset(function.parameters)
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of(own: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(own).parameters)
 
 
 @contextlib.contextmanager
@@ -110,7 +115,10 @@ def _standing_for(own: Callable[..., Any], function: Function, key: str) -> Call
 
 
 def _run(view: View, own: Callable[..., Any], function: Function, args: Any, kwargs: Any) -> Any:
-    out = function.run(view, own, *args, **kwargs)
+    names = _parameters_of(own)
+    # A layer may hand on all that it got, such as rotary embeddings, of which the function names nothing.
+    known = {name: x for name, x in kwargs.items() if name in names or not has_part(x)}
+    out = function.run(view, own, *args, **known)
     return own(*args, **kwargs) if out is NotImplemented else out
 
 

@@ -70,7 +70,8 @@ def _delta_rule(
         return NotImplemented
     state = value.size(0), value.size(2), key.size(3), value.size(3)
     has_states = tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:]))
-    if has_states and (output_final_state or _has_documents(others)):
+    if (has_states or tokens.tree) and (output_final_state or _has_documents(others)):
+        tokens.refuse_tree("a gated delta rule with a cache or documents")
         return NotImplemented
     states: list[Tensor] = []
 
@@ -85,7 +86,9 @@ def _delta_rule(
 
     def run(*tensors: Tensor) -> Any:
         if has_states:
-            return by_state(continued, tensors, tokens.layout, state, values=0)
+            return by_state(continued, tensors, tokens.layout, state, values=0, tree=tokens.tree)
+        if tokens.tree is not None:
+            return by_heads(continued, tensors, tokens.layout, tree=tokens.tree, state=state)
         return by_heads(whole, tensors, tokens.layout)
 
     y = tokens.run("gated_delta_rule", 3 * prod(state), run, *tensors)
@@ -115,7 +118,8 @@ def _chunk_scan(
     batch, _, heads, width = x.shape
     state = batch, heads, width, B.size(3)
     has_states = tokens.passes_states(tensors, heads * width * (1 + B.size(3)))
-    if has_states and (return_final_states or _has_documents(others)):
+    if (has_states or tokens.tree) and (return_final_states or _has_documents(others)):
+        tokens.refuse_tree("Mamba 2's scan with a cache or documents")
         return NotImplemented
     states: list[Tensor] = []
 
@@ -128,10 +132,19 @@ def _chunk_scan(
             states.append(tokens.all_heads(final, heads))
         return y.to(x.dtype)  # mamba_ssm's; torch's is float32
 
+    def continued(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, *rest: Any) -> Any:
+        D, bias, state = rest
+        given = {"dt_bias": bias, "initial_states": state, "return_final_states": True}
+        y, final = own(x, dt, A, B, C, D=D, **given, **others)
+        return y.to(x.dtype), final
+
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Any:
         if has_states:
             return _chunk_scan_by_state(tokens, own, [x, dt, A, B, C], D, dt_bias, state, others)
-        return by_heads(whole, [x, dt, B, C], tokens.layout, parameters=[A, D, dt_bias])
+        given: dict[str, Any] = {"parameters": [A, D, dt_bias]}
+        if tokens.tree is not None:
+            return by_heads(continued, [x, dt, B, C], tokens.layout, **given, tree=tokens.tree, state=state)
+        return by_heads(whole, [x, dt, B, C], tokens.layout, **given)
 
     y = tokens.run("mamba2_chunk_scan", 2 * prod(state), run, *tensors)
     return (y, states[0]) if states else y
@@ -174,7 +187,8 @@ def _chunk_scan_by_state(
         return added.flatten(1, 2).transpose(1, 2) * exponents.cumsum(1).exp()[..., None]
 
     tensors = [x, dt, B, C, dt * A]
-    return by_state(alone, tensors, tokens.layout, state, decay, decay=True, correct=correct)
+    given: dict[str, Any] = {"decay": True, "correct": correct, "tree": tokens.tree}
+    return by_state(alone, tensors, tokens.layout, state, decay, **given)
 
 
 def _selective_scan(
@@ -194,7 +208,10 @@ def _selective_scan(
 ) -> Any:
     """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
     tokens = tokens_of(view, 2, [x, dt, B, C, *([] if z is None else [z])], A, D, delta_bias, others)
-    if tokens is None or x.size(1) < tokens.world:
+    if tokens is None:
+        return NotImplemented
+    tokens.refuse_tree("Mamba 1's scan")
+    if x.size(1) < tokens.world:
         return NotImplemented
     channels = x.size(1)
     finals: list[Tensor] = []
@@ -232,7 +249,10 @@ def _rwkv(
 ) -> Any:
     """Run RWKV's attention by channels, [B, S_local, C]."""
     tokens = tokens_of(view, 1, [key, value], time_decay, time_first)
-    if tokens is None or state is not None or return_state or key.size(2) < tokens.world:
+    if tokens is None:
+        return NotImplemented
+    tokens.refuse_tree("RWKV's attention")
+    if state is not None or return_state or key.size(2) < tokens.world:
         return NotImplemented
 
     def whole(k: Tensor, v: Tensor, decay: Tensor, first: Tensor) -> Tensor:
@@ -261,7 +281,10 @@ def _linear_unit(
             reset = view.shard(reset, part)
     tensors = [hidden_states, recurrent_gate, reset]
     tokens = tokens_of(view, 1, tensors, recurrent_states)
-    if tokens is None or channels < tokens.world:
+    if tokens is None:
+        return NotImplemented
+    tokens.refuse_tree("RecurrentGemma's recurrence")
+    if channels < tokens.world:
         return NotImplemented
     finals: list[Tensor] = []
 
@@ -303,11 +326,14 @@ def lightning(
     decays of some heads, and neither projections nor norm: these are of own tokens, in the view.
     """
     tokens = tokens_of(view, 1, [hidden_states])
-    if tokens is None or past_key_values is not None:
+    if tokens is None:
+        return NotImplemented
+    if past_key_values is not None:
+        tokens.refuse_tree("lightning attention with a cache")
         return NotImplemented
     batch, total = whole_shape(hidden_states)[:2]
     mixed = layer.act_fn(layer.qkv_proj(hidden_states))
-    if attention_mask is not None:
+    if attention_mask is not None and tokens.tree is None:
         mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
     queries, keys, values = mixed.view(batch, total, -1, 3 * layer.head_dim).chunk(3, -1)
     tensors = [values, queries, keys]
@@ -349,11 +375,15 @@ def lightning(
         return (factors * added).transpose(1, 2)
 
     state = batch, values.size(2), layer.head_dim, layer.head_dim
-    has_states = tokens.passes_states(tensors, state[1] * layer.head_dim * (1 + layer.head_dim))
+    # Its kernel takes no state: along a tree states are passed.
+    has_states = tokens.tree is not None or tokens.passes_states(
+        tensors, state[1] * layer.head_dim * (1 + layer.head_dim)
+    )
 
     def run(*tensors: Tensor) -> Any:
         if has_states:
-            return by_state(alone, tensors, tokens.layout, state, decay, decay=True, correct=correct)
+            given: dict[str, Any] = {"decay": True, "correct": correct, "tree": tokens.tree}
+            return by_state(alone, tensors, tokens.layout, state, decay, **given)
         return by_heads(whole, tensors, tokens.layout, parameters=decays)
 
     y = tokens.run("lightning attention", 2 * prod(state), run, *tensors)

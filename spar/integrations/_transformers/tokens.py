@@ -13,8 +13,10 @@ from ..._model.part import Part, has_part, mark, part_of
 from ..._model.rules.products import shared
 from ..._model.view import View, without_view
 from ...groups import init
-from ...ops.convolution import can_correct, convolve
+from ...ops.convolution import can_correct, convolve, convolve_tree
 from ...ops.fragments import fragments_of
+from ...ops.prefix_tree import SpansOfTree, Tree
+from ...ops.tree_fragments import fragments_of_tree
 from ...sequence_layout import SequenceLayout
 from ...sizes import share
 
@@ -24,11 +26,13 @@ class Tokens(NamedTuple):
 
     Attributes:
         layout: of the sequence.
+        tree: of which they are places, if the caller passed its mask.
     """
 
     view: View
     part: Part
     layout: SequenceLayout
+    tree: Tree | None
 
     @property
     def world(self) -> int:
@@ -74,7 +78,18 @@ class Tokens(NamedTuple):
     def _bytes_by_state(self, tensors: Sequence[Tensor], items: int) -> int:
         """Return what all ranks send for one sample, times P / (P - 1)."""
         size = 8 if tensors[0].dtype == torch.float64 else 4
-        return sum(fragments_of(self.layout, self.world, 0)[1].sizes) * items * size * self.world
+        succession = fragments_of(self.layout, self.world, 0)[1]
+        if self.tree is not None:
+            succession = fragments_of_tree(self.tree, self.world, 0)[1]
+        return sum(succession.sizes) * items * size * self.world
+
+    def refuse_tree(self, name: str) -> None:
+        """Raise for a function whose state nobody can pass on."""
+        if self.tree is not None:
+            raise ValueError(
+                f"{name} runs along a sequence from its first token on, so a branch of the prefix tree would "
+                "continue another one; expected samples: spar.data.PackedSamples in place of PrefixTree"
+            )
 
     def all_heads(self, state: Tensor, heads: int) -> Tensor:
         """Return the state of all heads, of which each rank has its own in dim 1 after `by_heads`."""
@@ -88,6 +103,8 @@ class Tokens(NamedTuple):
         """
         if before == 0:
             return fn(x)
+        if self.tree is not None:
+            return convolve_tree(fn, x, self.tree, before, 2)
         if x.size(2) == 0:
             # Of one token of zeros, so that parameters and the exchange have their gradients.
             wide = torch.cat([self.layout.halo(x, before, 2), x.new_zeros(x.size(0), x.size(1), 1)], 2)
@@ -107,7 +124,11 @@ def tokens_of(view: View, dim: int, tensors: Sequence[Tensor], *others: Any) -> 
         return None
     if any(part_of(x) is not part for x in tensors):
         return None
-    return Tokens(view, part, view.parts.layout(part.lengths))
+    mask = part.parts.mask
+    if not isinstance(mask, SpansOfTree) or part.lengths != (mask.tree.layout.total,):
+        return Tokens(view, part, view.parts.layout(part.lengths), None)
+    view.spans_read.along += 1
+    return Tokens(view, part, mask.tree.layout, mask.tree)
 
 
 def hosts_of(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the sequences of a batch lie: as a mask says, or a function of the user's, or as in all batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .._attention.spans import Spans
+from ..sequence_layout import SequenceLayout
+from .part import Parts, placement
+
+LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
+_MOST = 64  # layouts, whose functions are planned anew
+
+
+class BatchParts:
+    """The parts of the ranks for each batch.
+
+    Attributes:
+        usual: those of a batch that says nothing.
+    """
+
+    def __init__(self, usual: Parts, layout_of: LayoutOf | None) -> None:
+        self.usual, self._layout_of = usual, layout_of
+        self._made: dict[Any, Parts] = {}  # by layouts that the function returned
+
+    def __deepcopy__(self, memo: object) -> BatchParts:
+        """Copies of a model share the function, as it may hold a process group."""
+        return BatchParts(self.usual, self._layout_of)
+
+    def of(self, batch: dict[str, Any]) -> Parts:
+        """Return the parts of a batch. batch: a forward's arguments by their names.
+
+        Raises:
+            ValueError: labels are given beside a mask of which the model's loss knows nothing, or a layout is
+                not one of the model's group.
+        """
+        own = self.usual
+        mask = next((x for x in batch.values() if isinstance(x, Spans) and x.layout is not None), None)
+        if mask is not None and mask.layout is not None:
+            if batch.get("labels") is not None:
+                raise ValueError(
+                    f"{self._where}: labels are given beside the mask of a prefix tree, of whose places the "
+                    "model's loss would be the mean; expected no labels: pass the logits and "
+                    "tree.shard_labels() to spar.token_logprobs"
+                )
+            self._check("the mask's layout is", mask.layout)
+            layout, key = mask.layout, (id(own.group), own.method)
+            # As long as the tree.
+            made: Parts = mask.remember(key, lambda: self._parts(layout, mask))
+            return made
+        if self._layout_of is None:
+            return own
+        layout = self._layout_of(batch)
+        self._check("the function layout= returned", layout)
+        key_of = layout.kind, layout.numbers
+        if key_of not in self._made:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            self._made[key_of] = self._parts(layout, None)
+        return self._made[key_of]
+
+    def _check(self, told: str, layout: Any) -> None:
+        own = self.usual
+        is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid" and own.state is None
+        if not is_known or layout.group is not own.group:
+            raise ValueError(
+                f"{self._where}: {told} {layout!r:.200}; expected a SequenceLayout of the model's group, "
+                'none of ring x ulysses, and a method other than "hybrid"'
+            )
+
+    def _parts(self, layout: SequenceLayout, mask: Spans | None) -> Parts:
+        # Documents are the model's concern: here a layout says where tokens are.
+        own, placed = self.usual, placement(layout)
+        return Parts(own.group, own.world, own.rank, own.method, None, placed, mask)
+
+    @property
+    def _where(self) -> str:
+        return f"a sharded model's forward on rank {self.usual.rank} of {self.usual.world}"

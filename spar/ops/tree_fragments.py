@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fragments of a prefix tree: what recurrences and convolutions of a rank's tokens have before them."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+
+from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, plan_pieces
+from .._exchange.layouts import shards
+from ..sequence_layout import numbers_of
+from .fragments import Fragment, Succession
+from .prefix_tree import Tree
+
+
+@functools.lru_cache(16)  # The layers of a model ask for the same fragments.
+def fragments_of_tree(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succession]:
+    """Return the runs of one segment that a rank holds, in the order of its tokens, and their succession.
+
+    A fragment's document is its segment. Before it are all fragments on its path.
+    """
+    of_ranks = _of_ranks(tree, world)
+    inside: list[list[tuple[int, int, int]]] = [[] for _ in tree.segments]  # start, owner, index
+    for owner, found in enumerate(of_ranks):
+        for index, fragment in enumerate(found):
+            inside[fragment.document].append((fragment.start, owner, index))
+    for runs in inside:
+        runs.sort()
+    inner = {segment.parent for segment in tree.segments}
+    ends = {runs[-1][1:] for number, runs in enumerate(inside) if number not in inner}
+    gathered = [
+        (owner, index)
+        for owner, found in enumerate(of_ranks)
+        for index in range(len(found))
+        if (owner, index) not in ends
+    ]
+    number_of = {place: number for number, place in enumerate(gathered)}
+    above: list[tuple[int, ...]] = []  # of each segment
+    before: dict[int, tuple[int, ...]] = {}
+    for segment, runs in zip(tree.segments, inside, strict=True):
+        path: tuple[int, ...] = ()
+        if segment.parent >= 0:
+            path = *above[segment.parent], *[number_of[run[1:]] for run in inside[segment.parent]]
+        above.append(path)
+        for at, (_, owner, index) in enumerate(runs):
+            if owner == rank:
+                before[index] = *path, *[number_of[run[1:]] for run in runs[:at]]
+    own = range(len(of_ranks[rank]))
+    return of_ranks[rank], Succession(
+        tuple([sum([owner == peer for owner, _ in gathered]) for peer in range(world)]),
+        tuple([before[index] for index in own]),
+        tuple([(rank, index) in number_of for index in own]),
+    )
+
+
+def _of_ranks(tree: Tree, world: int) -> list[list[Fragment]]:
+    starts = [segment.first for segment in tree.segments]
+    of_ranks = []
+    for held in shards(numbers_of(tree.layout, 0), world):
+        found: list[Fragment] = []
+        begin = 0
+        for start, size, _ in held:
+            end = start + size
+            while start < end:
+                number = bisect.bisect_right(starts, start) - 1
+                segment = tree.segments[number]
+                count = min(end, segment.first + segment.size) - start
+                found.append(Fragment(number, start, begin, count))
+                begin, start = begin + count, start + count
+        of_ranks.append(found)
+    return of_ranks
+
+
+@functools.lru_cache(16)
+def plan_ancestors(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
+    """Return what gathers each of a rank's fragments behind `before` of its ancestors; zeros before roots."""
+    wanted = [
+        [interval for x in found for interval in (*_ancestors(tree, x.start, before), (x.start, x.size))]
+        for found in _of_ranks(tree, world)
+    ]
+    return plan_pieces(shards(numbers_of(tree.layout, 0), world), wanted, rank)
+
+
+def _ancestors(tree: Tree, place: int, count: int) -> list[Interval]:
+    """Return the runs of the nearest ancestors of a place, the farthest first; zeros stand before a root."""
+    found: list[Interval] = []
+    number = bisect.bisect_right(tree.segments, place, key=lambda segment: segment.first) - 1
+    end = place
+    while count and number >= 0:
+        segment = tree.segments[number]
+        size = min(count, end - segment.first)
+        if size:
+            found.append((end - size, size))
+        count -= size
+        number = segment.parent
+        end = sum(tree.segments[number][:2]) if number >= 0 else 0
+    return [*([(ZEROS, count)] if count else []), *reversed(found)]
