@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from conftest import Ranks, ranks_of_world
 from helpers import hybrid_models
-from helpers.llms import EXPERTS, MIXED, maker
+from helpers.llms import EXPERTS, MIXED, check_gradients, maker, meshes, seeded
 from helpers.view_masks import pair
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import spar
 from spar.data import PrefixTree
@@ -25,6 +28,13 @@ PRELOAD = [
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    yield from ranks_of_world(4)
+
+
 LIMIT = 2e-6  # models compute rotary positions and norms in float32
 # Two prompts: one with samples that part again inside of responses, or end where others go on.
 PROMPT = [*range(1, 20)]
@@ -85,8 +95,17 @@ def separate(model: Any, by: str) -> tuple[Tensor, Tensor]:
     return torch.cat(every), torch.stack(means).mean()
 
 
-def over_a_tree(model: Any, group: Group, by: str, layout: str, has_edges: bool) -> tuple[Tensor, Tensor]:
-    ids, masks, old = given()
+def over_a_tree(
+    model: Any,
+    group: Group,
+    by: Any,
+    layout: str,
+    has_edges: bool,
+    own: slice = slice(None),
+    world: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same of a model over a group, of the samples that it has; world: all groups' ranks."""
+    ids, masks, old = (each[own] for each in given())
     samples = PrefixTree(ids, group, layout=layout)
     tree = samples.trees[0]
     logits = model(**tree.batch(), use_cache=False).logits.double()
@@ -97,10 +116,11 @@ def over_a_tree(model: Any, group: Group, by: str, layout: str, has_edges: bool)
     else:
         logprobs, _ = spar.token_logprobs(logits, tree.shard_labels(), tree.layout)
         logprobs = tree.expand(logprobs)
-    losses = loss_of(logprobs, samples.shard(old, shift=1), samples.shard(ADVANTAGES))
+    losses = loss_of(logprobs, samples.shard(old, shift=1), samples.shard(ADVANTAGES[own]))
     mask = samples.shard(masks, shift=1)
     groups = [0, 0, 0, 0, 1, 1] if by == "group" else None
-    loss = spar.masked_mean(losses, mask, tree.samples, by=by, groups=groups, averaged_by=group)  # type: ignore[arg-type]
+    every = world or group
+    loss = spar.masked_mean(losses, mask, tree.samples, by=by, groups=groups, group=every, averaged_by=every)
     whole = samples.unpack(logprobs.detach(), shift=1)
     return torch.cat([each[1:] for each in whole]), loss
 
@@ -165,6 +185,40 @@ def test_methods_and_layouts(pool: Ranks, options: dict[str, Any]) -> None:
 def test_one_rank(pool: Ranks) -> None:
     for name in ("llama", "window", "chunks"):
         pool(1, check, name, {"by": "sample"})
+
+
+# ---- training ----
+
+
+def check_training(rank: int, world: int, group: Group) -> None:
+    """Let data-parallel groups have other trees, with DDP or FSDP2 and checkpoints, or compiled."""
+    mesh, dp, cp = meshes()
+    whole = dist.group.WORLD
+    own = slice(0, 4) if dp.get_local_rank() == 0 else slice(4, 6)
+    one = seeded(lambda: maker("windows in some layers")().double())
+    _, expected = separate(one, "sample")
+    expected.backward()
+    known = {name: p.grad for name, p in one.named_parameters()}
+    for kind in ("ddp", "fsdp", "compiled"):
+        model = seeded(lambda: maker("windows in some layers")().double())
+        if kind == "fsdp":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh._flatten("all"))
+            fully_shard(model, mesh=mesh["all"])
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        spar.parallelize(model, cp, outputs="parts")
+        if kind == "compiled":
+            model.gradient_checkpointing_disable()
+            model.compile(backend="aot_eager")
+        wrapped = model if kind == "fsdp" else DistributedDataParallel(model)
+        _, loss = over_a_tree(wrapped, cp.get_group(), "sample", "balanced", False, own, whole)
+        assert abs(loss - expected) < LIMIT * abs(expected)
+        loss.backward()
+        check_gradients(wrapped, known, LIMIT)
+
+
+def test_training(four: Ranks) -> None:
+    four(4, check_training)
 
 
 # ---- layers without attention ----
