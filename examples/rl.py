@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a stock transformers model by GRPO with its samples sharded over ranks, beside one process.
 
-    torchrun --standalone --nproc-per-node 4 examples/rl.py [--dp 2] [--fsdp]
+    torchrun --standalone --nproc-per-node 4 examples/rl.py [--dp 2] [--fsdp] [--tree]
 
 The policy continues lines of Python's own documentation, and is rewarded for ASCII. Both runs learn from the
-same rollouts. One process pads them; the ranks pack and shard them. The losses must agree in each update. If
-they do not, or if rewards do not rise, all ranks exit with an error.
+same rollouts. One process pads them; the ranks pack and shard them, with --tree without what samples share.
+The losses must agree in each update. If they do not, or if rewards do not rise, all ranks exit with an error.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def parse_arguments() -> Namespace:
         "--dp", type=int, default=1, help="data-parallel groups; the other ranks share samples"
     )
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters by FSDP2, too; else DDP")
+    parser.add_argument("--tree", action="store_true", help="compute what samples share once; else pack them")
     parser.add_argument("--steps", type=int, default=6, help="rollouts, of two updates each")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=8, help="for each prompt")
@@ -130,6 +131,34 @@ def train_in_one_process(args: Namespace) -> tuple[list[Rollouts], list[float]]:
 # ---- the ranks: packed samples, sharded ----
 
 
+class Batch(NamedTuple):
+    """What the ranks of cp compute together.
+
+    Attributes:
+        row: the arguments of the model, whole.
+        labels, layout: this rank's, of the row's tokens.
+        samples: how the samples' tokens lie on the ranks.
+    """
+
+    row: dict[str, Any]
+    labels: Tensor
+    layout: spar.SequenceLayout
+    samples: spar.data.PackedSamples
+    tree: spar.data.Tree | None
+
+
+def batch_of(own: Rollouts, cp: DeviceMesh, as_tree: bool) -> Batch:
+    if as_tree:
+        merged = spar.data.PrefixTree(own.ids, cp, mask=own.attention_mask)
+        (tree,) = merged.trees
+        return Batch(tree.batch(), tree.shard_labels(), tree.layout, merged, tree)
+    packed = spar.data.PackedSamples(own.attention_mask, group=cp)
+    (layout,) = packed.layouts
+    places = packed.pack(own.attention_mask.cumsum(1) - 1)  # restart: samples do not attend to each other
+    row = {"input_ids": packed.pack(own.ids), "position_ids": places}
+    return Batch(row, packed.shard(own.ids, shift=1, fill=-100), layout, packed, None)
+
+
 class Policy(nn.Module):
     """Log-probabilities, computed inside of what DDP or FSDP2 wraps: there the head's weight is whole."""
 
@@ -140,11 +169,12 @@ class Policy(nn.Module):
         # Without the head, so that no rank has logits of all tokens.
         spar.parallelize(model.model, cp, layout=lambda _: self.layout, outputs="parts")
 
-    def forward(self, row: dict[str, Tensor], labels: Tensor, layout: spar.SequenceLayout) -> Tensor:
-        self.layout = layout
-        hidden = self.model.model(**row).last_hidden_state  # of the whole row: this rank's tokens
-        logprobs, _ = spar.token_logprobs((hidden, self.model.lm_head.weight), labels, layout)
-        return logprobs
+    def forward(self, batch: Batch) -> Tensor:
+        self.layout = batch.layout
+        hidden = self.model.model(**batch.row).last_hidden_state  # of the whole row: this rank's tokens
+        head = self.model.lm_head.weight
+        logprobs, _ = spar.token_logprobs((hidden, head), batch.labels, batch.layout)
+        return logprobs if batch.tree is None else batch.tree.expand(logprobs)
 
 
 def wrapped(policy: Policy, args: Namespace, mesh: DeviceMesh) -> Any:
@@ -156,7 +186,7 @@ def wrapped(policy: Policy, args: Namespace, mesh: DeviceMesh) -> Any:
     return fully_shard(policy, mesh=mesh)
 
 
-def train_sharded(args: Namespace, rollouts: list[Rollouts]) -> Iterator[tuple[float, spar.SequenceLayout]]:
+def train_sharded(args: Namespace, rollouts: list[Rollouts]) -> Iterator[tuple[float, Batch]]:
     world = dist.group.WORLD
     mesh = init_device_mesh("cpu", (args.dp, dist.get_world_size() // args.dp), mesh_dim_names=("dp", "cp"))
     dp, cp = mesh["dp"], mesh["cp"]
@@ -164,21 +194,18 @@ def train_sharded(args: Namespace, rollouts: list[Rollouts]) -> Iterator[tuple[f
     optimizer = torch.optim.Adam(policy.parameters(), args.lr, eps=1e-5)
     for rollout in rollouts:
         own = rollout.of(dp.get_local_rank(), args.dp)
-        packed = spar.data.PackedSamples(own.attention_mask, group=cp)
-        (layout,) = packed.layouts
-        places = packed.pack(own.attention_mask.cumsum(1) - 1)  # restart: samples do not attend to each other
-        row = {"input_ids": packed.pack(own.ids), "position_ids": places}
-        labels = packed.shard(own.ids, shift=1, fill=-100)
-        mask, advantages = packed.shard(own.completion_mask, shift=1), packed.shard(own.advantages)
+        batch = batch_of(own, cp, args.tree)
+        samples, (layout,) = batch.samples, batch.samples.layouts
+        mask, advantages = samples.shard(own.completion_mask, shift=1), samples.shard(own.advantages)
         with torch.no_grad():
-            old, known = policy(row, labels, layout), reference(row, labels, layout)
+            old, known = policy(batch), reference(batch)
         for _ in range(UPDATES):
-            values = losses_of(policy(row, labels, layout), old, known, advantages)
+            values = losses_of(policy(batch), old, known, advantages)
             loss = spar.masked_mean(values, mask, layout, by="sample", group=world, averaged_by=world)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            yield float(loss.detach()), layout
+            yield float(loss.detach()), batch
 
 
 def main() -> None:
@@ -190,7 +217,7 @@ def main() -> None:
     dist.broadcast_object_list(known, src=0)
     rollouts, single = known[0]
     begin = time.perf_counter()
-    losses, layouts = zip(*train_sharded(args, rollouts), strict=True)
+    losses, batches = zip(*train_sharded(args, rollouts), strict=True)
     seconds = time.perf_counter() - begin
     apart = max(abs(a - b) for a, b in zip(losses, single, strict=True)) / max(map(abs, single))
     rewards = [float(batch.rewards.mean()) for batch in rollouts]
@@ -200,16 +227,16 @@ def main() -> None:
             one, other = single[UPDATES * step + 1], losses[UPDATES * step + 1]
             print(f"{step:5}   {reward:6.3f}   {one:19.6f}   {other:7.6f}")
         how = f"dp {args.dp} x cp {world // args.dp}, {'FSDP2' if args.fsdp else 'DDP'}"
-        print(f"{world} ranks ({how}): {len(losses)} updates in {seconds:.1f} s, the last {layouts[-1]}")
+        last = batches[-1].tree or batches[-1].layout
+        print(f"{world} ranks ({how}): {len(losses)} updates in {seconds:.1f} s, the last {last}")
     dist.destroy_process_group()
     if not apart < TOLERANCE or not rewards[-1] > rewards[0] + 0.1:
         sys.exit(
             f"losses differ by {apart:.1e}; allowed: {TOLERANCE:.0e}. Rewards must rise by 0.1: {rewards}"
         )
     if rank == 0:
-        print(
-            f"proved: GRPO learns the same over {world} ranks, which share packed samples, as in one process."
-        )
+        what = "prefix trees" if args.tree else "packed samples"
+        print(f"proved: GRPO learns the same over {world} ranks, which share {what}, as in one process.")
         print(f"All {len(losses)} losses agree within {apart:.0e} of the largest. No padding.")
 
 

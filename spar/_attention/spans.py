@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from .._checks import digest
 from .._exchange.observers import is_fake
 from ..sizes import as_named_int
 from .mask_functions import by_bisection, by_pairs, intervals_of
-
-if TYPE_CHECKING:
-    from ..sequence_layout import SequenceLayout
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -61,7 +58,8 @@ class Spans:
         ends: as passed, with the intervals of a query in order and apart from each other, as few as there
             can be; empty ones are (0, 0), behind the others.
         keys: the number of keys.
-        layout: how a model under `spar.parallelize` lays the tokens out; None: as it lays out any sequence.
+        layout: the SequenceLayout by which a model under `spar.parallelize` lays the tokens out; None: as
+            it lays out any sequence.
 
     Raises:
         TypeError, ValueError: ends has another dtype or shape, or names a key that does not exist.
@@ -69,7 +67,7 @@ class Spans:
 
     # transformers passes a mask of four dims through its models as it is.
     ndim = 4
-    layout: SequenceLayout | None = None
+    layout: Any = None  # a SequenceLayout
 
     @_with_values
     def __init__(self, ends: Tensor, keys: int | None = None) -> None:

@@ -23,6 +23,7 @@ from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .prefix_tree import Tree
+from .tree_branches import places_of
 from .tree_fragments import fragments_of_tree, plan_ancestors
 
 
@@ -143,7 +144,7 @@ def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: Tree, before:
     if not own:  # of one token of zeros, so that parameters and the exchange have their gradients
         zeros = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
         return fn(torch.cat([wide, zeros], dim)).narrow(dim, 0, 0)
-    kept = torch.cat([torch.arange(f.begin, f.begin + f.size) + (i + 1) * before for i, f in enumerate(own)])
+    kept = places_of([(f.begin + (i + 1) * before, f.size) for i, f in enumerate(own)])
     return fn(wide).index_select(dim, kept.to(x.device))
 
 

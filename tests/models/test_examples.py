@@ -41,6 +41,7 @@ def check(folder: Path, world: int, name: str, arguments: list[str], *proved: st
         ("vision_language.py", ["--steps", "6"], "proved: a stock Qwen3-VL learns the same over 4 ranks"),
         ("packed.py", [], "packed documents as one process does one by one"),
         ("rl.py", ["--dp", "2", "--fsdp"], "proved: GRPO learns the same over 4 ranks"),
+        ("rl.py", ["--tree"], "4 ranks, which share prefix trees, as in one process"),
     ],
 )
 def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: Path) -> None:

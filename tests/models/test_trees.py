@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks, ranks_of_world
 from helpers import hybrid_models
-from helpers.llms import EXPERTS, MIXED, check_gradients, maker, meshes, seeded
+from helpers.llms import EXPERTS, MIXED, check_gradients, maker, meshes, recipe, seeded
 from helpers.view_masks import pair
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -185,6 +185,27 @@ def test_methods_and_layouts(pool: Ranks, options: dict[str, Any]) -> None:
 def test_one_rank(pool: Ranks) -> None:
     for name in ("llama", "window", "chunks"):
         pool(1, check, name, {"by": "sample"})
+
+
+def check_page(rank: int, world: int, group: Group) -> None:
+    """The block of docs/trees.md."""
+    ids, masks, _ = given()
+    model, one = (seeded(maker("llama")).double() for _ in range(2))
+    names = {"spar": spar, "model": model, "cp": group, "input_ids": ids, "rewards": ADVANTAGES}
+    exec(recipe("trees.md", "PrefixTree"), names | {"completion_mask": masks})
+    means = []
+    for sample, mask, advantage in zip(ids, masks, ADVANTAGES, strict=True):
+        logits = one(input_ids=sample[None], use_cache=False).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, sample[1:, None])[:, 0]
+        means.append(-advantage * (logprobs * mask[1:]).sum() / mask[1:].sum())
+    torch.stack(means).mean().backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        dist.all_reduce(p.grad, group=group)
+        assert (p.grad / world - q.grad).abs().max() < LIMIT * q.grad.abs().max()
+
+
+def test_the_pages_lines(pool: Ranks) -> None:
+    pool(2, check_page)
 
 
 # ---- training ----

@@ -62,6 +62,7 @@ COMPILED_ONLY = {
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     ("hybrid.md", 0): "a model of transformers: tests/models/test_scans.py makes these calls",
     ("rl.md", 8): "a model of transformers: tests/models/test_evaluation.py runs this block",
+    ("trees.md", 0): "a model of transformers: tests/models/test_trees.py runs this block",
     **{
         ("transformers.md", n): "a model of transformers: tests/models/test_transformers_training.py"
         for n in range(6)

@@ -88,9 +88,10 @@ SIGNATURES = {
     "parallelize": "model, group=None, method=None, layout='even', inputs=(), "
     "outputs='whole', blocks=None, strict=False",
     "unparallelize": "model",
-    "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2",
+    "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2, "
+    "tree=None, state=()",
     "by_state": "fn, tensors, layout, state, transition=None, values=None, decay=False, correct=None, "
-    "like=0, seq_dim=1",
+    "like=0, seq_dim=1, tree=None",
     "all_gather": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "reduce_scatter": "input_, group=None, dim=0, sizes=None, layout=None, async_op=False, out=None",
     "split_forward_gather_backward": "input_, process_group, dim, split_sizes=None, grad_scale='down'",

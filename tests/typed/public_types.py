@@ -42,3 +42,6 @@ def logprobs(layout: spar.SequenceLayout, x: torch.Tensor, labels: torch.Tensor)
     assert_type(samples, list[torch.Tensor])
     assert_type(spar.masked_mean(x, labels, layout, by="sample", total=4), torch.Tensor)
     assert_type(spar.data.PackedSamples(labels, rows=2).shard(labels, shift=1), torch.Tensor)
+    tree = spar.data.PrefixTree([[1, 2], [1, 3]], layout="balanced").trees[0]
+    assert_type(tree.expand(x), torch.Tensor)
+    assert_type(tree.spans(left=4), spar.Spans)
