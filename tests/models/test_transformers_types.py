@@ -48,7 +48,7 @@ def test_types_are_right(ranks: Ranks, task: str, kind: str) -> None:
     assert outcomes[0].share < 0.9, outcomes[0]
 
 
-ONE_GRAPH = "bamba deepseek_v3 gemma3_text gpt_oss lfm2 llama mixtral qwen3_next t5gemma"
+ONE_GRAPH = "bamba deepseek_v3 gemma3_text gpt_oss qwen3_next t5gemma"
 
 
 @pytest.mark.compiler
