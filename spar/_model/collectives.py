@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
-from .groups import ADVICE, DIFFERS, is_apart, ranks
+from .groups import ADVICE, DIFFERS, check_same_tokens, is_apart, ranks
 from .nested import changed, tensors_in
 from .part import has_part, is_uneven, part_of, whole_shape
 from .view import View, current_view, without_view
@@ -87,12 +87,15 @@ def _communicate(view: View, group: Any, name: str, own: Any, args: Any, kwargs:
     is_apart = _is_apart(view, group, name, args, kwargs)
     if not (is_apart or name.startswith(_EQUAL)):
         raise view.error(name, DIFFERS, ADVICE)
+    is_coalesced = group in c10d._world.pg_coalesce_state
     if is_apart and _acts_on_parts(name, given):
+        if not is_coalesced:
+            check_same_tokens(view, name, group)
         stand_ins = {id(x): x.detach().contiguous() for x in given if not x.is_contiguous()}
     else:
         view._note_whole(name, "sends whole tensors")
         stand_ins = _wholes(view, given, sent)
-    if stand_ins and group in c10d._world.pg_coalesce_state:
+    if stand_ins and is_coalesced:
         raise view.error(name, "gets a sharded tensor, and is coalesced with others", ADVICE)
     args, kwargs = changed(lambda x: stand_ins.get(id(x), x), (args, kwargs))
     work = own(group, *args, **kwargs)

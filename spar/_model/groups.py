@@ -31,6 +31,29 @@ def is_apart(sequence: Any, members: Iterable[int]) -> bool:
     return len({*members} & {*ranks(sequence)}) == 1
 
 
+def check_same_tokens(view: Any, name: str, group: Any) -> None:
+    """Raise on all ranks of a group of other ranks where these hold other tokens. Collective at first.
+
+    A view compares once for each group: ranks keep their places in a sequence.
+    """
+    if group.group_name in view.same_tokens:
+        return
+    own = torch.tensor([view.parts.rank, view.parts.world], device=view.parts.device)
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(rows, own, group)
+    places = [tuple(row.tolist()) for row in rows]
+    if any(place != places[0] for place in places):
+        told = ", ".join(
+            f"rank {rank} part {i} of {n}" for rank, (i, n) in zip(ranks(group), places, strict=True)
+        )
+        raise view.error(
+            name,
+            f"is over ranks with other tokens: {told}",
+            "let these ranks have one place in their sequence groups, as in a mesh of ascending ranks",
+        )
+    view.same_tokens.add(group.group_name)
+
+
 def is_collective_operator(name: str) -> bool:
     """Whether an operator is a functional collective of torch.distributed."""
     return name.startswith("_c10d_functional")

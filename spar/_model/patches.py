@@ -114,7 +114,8 @@ def _install(view: View) -> None:
 
 
 def enter_inputs(view: View, model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return a model's arguments, such that backward averages the gradients of inputs; check transforms."""
+    """Return a model's arguments, such that backward averages the gradients of inputs; check them."""
+    subclasses.check_inputs(view, args, kwargs)
     if maybe_current_level() is not None:
         held = [*tensors_in(args, kwargs), *model.parameters(), *model.buffers()]
         if any(map(is_functorch_wrapped_tensor, held)):

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from .call import FunctionCall, Plan
 from .dtensors import arrived, divides, is_distributed, is_waiting
-from .groups import is_apart
+from .groups import check_same_tokens, is_apart
 from .nested import changed, tensors_in
 from .part import Part, mark, part_of
 from .spans_mask import SpansMask
@@ -101,16 +101,28 @@ def keeps_parts(cls: Any) -> bool:
 def converted(view: Any, cls: Any, call: Callable[..., Any], args: Any) -> Any:
     """Call such a Function, and say which parts its results are."""
     parts = [part_of(x) for x in tensors_in(args)]
-    if parts[0] is not None and cls.__name__ == "_FromTorchTensor":
+    if cls.__name__ == "_FromTorchTensor":
         _check(view, "DTensor.from_local", args[1], args[2], parts[0])
-        if args[4] is not None:
-            raise view.error("DTensor.from_local", "gets a sharded tensor, and its shape", "pass no shape")
+        if parts[0] is not None and args[4] and args[5]:
+            args = (*args[:4], *_local_shape(view, args[4], args[5], parts[0]), *args[6:])
     elif parts[0] is not None and cls.__name__ == "_ToTorchTensor":
         _check(view, "DTensor.to_local", args[0].device_mesh, args[0].placements, parts[0])
     out = changed(arrived, call(*args))
     for x, part in zip(tensors_in(out), parts, strict=True):
         mark(x, part)
     return out
+
+
+def check_inputs(view: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse DTensors over ranks that share a sequence as inputs of a model."""
+    inputs: list[Any] = tensors_in(args, kwargs)
+    for x in inputs:
+        if is_distributed(x) and not _is_apart(view, x.device_mesh):
+            raise ValueError(
+                f"a sharded model's forward on rank {view.parts.rank} of {view.parts.world}: an input is a "
+                f"DTensor {list(x.shape)} over ranks that share the sequence; pass its full_tensor(), or its "
+                "to_local() with inputs= in parallelize"
+            )
 
 
 def install(current_view: Callable[[], Any]) -> None:
@@ -153,11 +165,31 @@ def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Calla
     return to_local
 
 
-def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part) -> None:
-    if not is_apart(view.parts.group, mesh.mesh.flatten().tolist()):
-        raise view.error(name, "is over ranks that share a sequence", "take a mesh of other ranks")
+def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part | None) -> None:
+    if not _is_apart(view, mesh):
+        advice = "take a mesh of other ranks, and call the model outside of torch's context_parallel"
+        raise view.error(name, "is over ranks that share a sequence", advice)
+    if part is None:
+        return
     if any(divides(placement, part.dim) for placement in placements):
-        raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", _ADVICE)
+        advice = f"keep DTensors from style to style by use_local_output=False, or {_ADVICE}"
+        raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", advice)
+    for group in mesh.get_all_groups():
+        check_same_tokens(view, name, group)
+
+
+def _is_apart(view: Any, mesh: Any) -> bool:
+    return is_apart(view.parts.group, mesh.mesh.flatten().tolist())
+
+
+def _local_shape(view: Any, shape: Any, stride: Any, part: Part) -> tuple[Any, Any]:
+    """Return a DTensor's shape and stride with this rank's tokens, in the place of those with all."""
+    if shape[part.dim] != part.whole:
+        problem = f"gets the shape {list(shape)}, and a sharded tensor of {part.whole} in dim {part.dim}"
+        raise view.error("DTensor.from_local", problem, "pass the shape with all tokens")
+    whole = torch.empty_strided(shape, stride, device="meta")
+    own = torch.empty_like(whole.narrow(part.dim, 0, part.local))
+    return own.shape, own.stride()
 
 
 def wraps_part(args: Any, kwargs: dict[str, Any]) -> bool:

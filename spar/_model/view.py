@@ -93,6 +93,7 @@ class View(Mode, TorchFunctionMode):
         self.blocks = 0  # how many of the model's blocks the code is in
         self._steps: dict[tuple[Any, ...], Step] = {}
         self._aliases, self._given = Aliases(), Given(())
+        self.same_tokens: set[str] = set()  # groups whose ranks are known to hold the same tokens
         self.has_run_outside = False  # whether a block ran, in no forward of the model
         self.recording = True  # in the first forward
         self.spans_read = SpansRead()

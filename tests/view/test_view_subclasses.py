@@ -192,6 +192,9 @@ def check_functions(rank: int, world: int, _: Any) -> None:
     kinds: dict[str, Callable[[Tensor], DTensor]] = {
         "copies": lambda x: DTensor.from_local(x, tp, [Replicate()]),
         "sums": lambda x: DTensor.from_local(x / 2, tp, [Partial()]),
+        "shapes": lambda x: DTensor.from_local(
+            x, tp, [Replicate()], shape=x.shape, stride=torch.empty(x.shape, device="meta").stride()
+        ),
     }
     for kind, convert in kinds.items():
         for name, function in FUNCTIONS.items():
@@ -214,15 +217,15 @@ def test_functions_of_dtensors_of_parts_are_exact(ranks: Ranks) -> None:
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "the tokens of a part": (
         lambda x: DTensor.from_local(x, mesh_of("tp"), [Shard(1)]),
-        r"DTensor.from_local at .* divides dim 1, which is sharded, over other ranks; convert whole tensors",
+        r"DTensor.from_local at .* divides dim 1, which is sharded, over other ranks; keep DTensors",
     ),
     "ranks of the sequence": (
         lambda x: DTensor.from_local(x, mesh_of("cp"), [Replicate()]),
         r"DTensor.from_local at .* is over ranks that share a sequence; take a mesh of other ranks",
     ),
     "shape": (
-        lambda x: DTensor.from_local(x, mesh_of("tp"), [Replicate()], shape=x.shape, stride=(72, 6, 1)),
-        r"DTensor.from_local at .* gets a sharded tensor, and its shape; pass no shape",
+        lambda x: DTensor.from_local(x, mesh_of("tp"), [Replicate()], shape=(2, 6, 6), stride=(36, 6, 1)),
+        r"DTensor.from_local at .* gets the shape \[2, 6, 6\], and a sharded tensor of 12 in dim 1; pass the",
     ),
     "shards of tokens": (
         lambda x: (
