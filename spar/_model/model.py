@@ -38,7 +38,7 @@ from .leaves import end_block, has_blocks, is_traced
 from .library import NO_LIBRARY, Library, RunModule
 from .module_leaves import in_graph
 from .nested import tensors_in
-from .part import Parts, part_of
+from .part import Parts, has_part, part_of
 from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
@@ -69,6 +69,12 @@ def sharded(
     check_module(model, where)
     if is_sharded(model):
         raise ValueError(f"{where}: the model is parallelized already; call unparallelize(model) first")
+    for name, module in model.named_modules():
+        if is_sharded(module) or isinstance(vars(module).get("forward"), _Forward):
+            raise ValueError(
+                f"{where}: the model's module {name} is parallelized already, itself or as a part of another "
+                "model; call unparallelize on that first"
+            )
     if method not in _METHODS:
         raise ValueError(
             f'{where}: method is {method!r}; expected "ulysses", "gather", "ring", "hybrid" or None'
@@ -325,6 +331,13 @@ class _ModelForward(_Forward):
         sharded, view = self.sharded, self.sharded.view
         if sharded.is_running:
             return self.own(*args, **kwargs)
+        outer = current_view()
+        if outer is not None and has_part(args, kwargs):
+            raise outer.error(
+                type(sharded.model).__name__,
+                "is parallelized inside of a parallelized model, and gets a sharded tensor",
+                "call unparallelize on it: the outer model's sharding has it too",
+            )
         if torch._C._current_graph_task_id() < 0:  # else a checkpoint runs a forward again, in one way
             sharded.compiles = not view.recording
         backend = None if asked is None or not sharded.compiles else _backends[asked]
