@@ -105,6 +105,9 @@ def _row(key: Key, entry: Entry, same: Entry | None, scale: float) -> _Row:
     if same is not None and same.value is not None and entry.value is not None:
         distance, size = apart(same.value, entry.value), largest(entry.value)
     if same is not None and entry.gradient is not None:
+        if entry.part is not None and scale != 1:
+            # A view's group may be smaller than the one over which runs are compared.
+            scale = 1 / entry.part.parts.world
         share = torch.zeros_like(entry.gradient) if same.gradient is None else same.gradient * scale
         gradient = share, entry.gradient
         if entry.is_part or share.shape != entry.gradient.shape:

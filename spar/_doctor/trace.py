@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._model.dtensors import is_distributed
 from .._model.functions import name_of
 from .._model.nested import tensors_in
 from .._model.part import Part, part_of
@@ -154,6 +155,9 @@ class Trace(TorchFunctionMode):
         self.names = {id(module): name for name, module in model.named_modules()}
         self.of_parameters = {id(p): name for name, p in model.named_parameters()}
         self.sharded, self.local = sharded, local
+        self.has_dtensors = any(is_distributed(p) for p in model.parameters())
+        # Then ranks of a tensor parallelism have pieces of tensors, in the sharded run alone.
+        self.has_pieces = sharded is not None and sharded.has_dtensors and not self.has_dtensors
         self.entries: dict[Key, Entry] = {}
         # by the names of parameters
         self.readers: dict[str, list[Spot]] = {}
@@ -332,7 +336,7 @@ class Trace(TorchFunctionMode):
             entry.is_part = local is not None and local is not x
             if local is not None:
                 entry.value = sketch(local)
-            elif self.local is local_of_view:
+            elif self.local is local_of_view and not self.has_pieces:
                 entry.value = x.new_zeros(0).double().cpu()
         return entry
 
