@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._model.groups import is_apart
 from ..._model.nested import changed, tensors_in
 from ..._model.part import Part, mark, part_of
 from ..._model.view import View, without_view
@@ -32,9 +33,16 @@ def run_experts(
     """Call experts with a rank's own rows; in the view where these differ, or where a rank has none."""
     tensors = tensors_in(args, kwargs)
     part = part_of(tensors[0]) if tensors else None
+    sends = _sends_rows(view, own)
     if part is None or not all(part.sizes) or not all(_is_of_rows(x, part) for x in tensors):
-        return own(*args, **kwargs)
-    _check_whole(view, module)
+        if not sends:
+            return own(*args, **kwargs)
+        for x in tensors:
+            view.check_stale("experts", x)
+        with without_view():  # What ranks receive differs, and so do the functions that they run.
+            return own(*view.gather(args), **view.gather(kwargs))
+    if not sends:
+        _check_whole(view, module)
     for x in tensors:
         view.check_stale("experts", x)
     if view.recording:
@@ -54,13 +62,27 @@ def _check_whole(view: View, module: nn.Module) -> None:
     """Refuse experts that are divided over ranks of the sequence: these would add up different rows."""
     for parameter in module.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)  # A DTensor has one.
-        if mesh is None:
-            continue
-        others = set(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
-        if others & set(dist.get_process_group_ranks(view.parts.group)):
+        if mesh is not None and not _is_apart(view, mesh):
             raise view.error(
-                "experts", "are divided over ranks that have other tokens", "divide them over other ranks"
+                "experts",
+                "are divided over ranks that have other tokens",
+                'divide them over other ranks, or send rows to them by the plan "ep_dispatch_experts"',
             )
+
+
+def _sends_rows(view: View, own: Callable[..., Any]) -> bool:
+    """Whether experts' forward, by transformers' expert parallelism, sends each row to its expert's rank.
+
+    It does where the ranks of experts may have other rows. Ranks of a tensor parallelism divide equal rows.
+    """
+    if not inspect.isfunction(own):
+        return False
+    held: Any = inspect.getclosurevars(own).nonlocals.get("implementation")
+    return not getattr(held, "shares_batch", True) and _is_apart(view, held.tp_mesh)
+
+
+def _is_apart(view: View, mesh: Any) -> bool:
+    return is_apart(view.parts.group, mesh.mesh.flatten().tolist())
 
 
 def _work(module: nn.Module, part: Part, index: Tensor) -> tuple[int, int]:
