@@ -123,12 +123,13 @@ def compare(
         shard_fn: receives the second model and the batch; returns this rank's batch. It may change the model
             in place, to enable sequence parallelism or to apply `fully_shard`.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
-            sequence group (WORLD if there is none).
+            sequence group (WORLD if there is none). Beside tensor parallelism pass all ranks: they run the
+            models again together, to find the first difference.
         layout: how the logits lie on the ranks. None: the only SequenceLayout in this rank's batch, else
             consecutive shards in the order of the ranks. Logits of the whole size need none.
         seq_dim: the sequence's dim in the logits.
         reduce: how gradients of parameters are to be reduced over the group: "sum", "mean", or None if
-            backward did so. A sharded gradient (DTensor) is gathered first.
+            backward did so. Loss, logits and gradients that are DTensors are gathered first.
         seed: the seed for model_fn, shard_fn and forward. The generators' states are restored.
         show: whether rank 0 of the group prints the report.
 

@@ -58,6 +58,8 @@ COMPILED_ONLY = {
     ("evaluation.md", 2): "generates by a model of transformers: tests/models/test_evaluation.py",
     ("evaluation.md", 5): "saves a model of transformers: tests/models/test_evaluation.py",
     ("evaluation.md", 6): "a pipeline of diffusers: tests/models/test_evaluation.py",
+    ("meshes.md", 1): "a model of transformers: tests/models/test_meshes.py makes these calls",
+    ("meshes.md", 2): "a stage of a pipeline: tests/view/test_view_meshes.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     ("hybrid.md", 0): "a model of transformers: tests/models/test_scans.py makes these calls",
@@ -212,6 +214,20 @@ def encoder() -> Names:
     return {"model": torch.nn.TransformerEncoder(layer, 2), "x": torch.randn(2, 13, 64, dtype=torch.float64)}
 
 
+def of_meshes(group: dist.ProcessGroup) -> Names:
+    from helpers import meshes  # here, as DTensors take half a second to import
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return {
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
+        "parallelize_module": parallelize_module,
+        "model": meshes.decoder(),
+        "plan": meshes.layer_plan(sequence=False),
+    }
+
+
 def of_evaluation(group: dist.ProcessGroup) -> Names:
     """A decoder to evaluate; and a model to save, in a folder that all ranks have."""
     from torch.distributed.fsdp import fully_shard  # here, as its import takes half a second
@@ -236,6 +252,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "README.md": of_any_model,
     "any-model.md": of_any_model,
     "evaluation.md": of_evaluation,
+    "meshes.md": of_meshes,
     "profiling.md": of_debugging,
     "index.md": of_index,
     "ops.md": of_ops,
@@ -341,6 +358,18 @@ def check_checkpoint(names: Names) -> None:
         shutil.rmtree(names["folder"])
 
 
+def check_meshes(names: Names) -> None:
+    """FSDP2 has averaged the gradients."""
+    from helpers import meshes
+
+    ids, labels = meshes.batch(13)
+    expected, gradients = meshes.of_one_process(ids, labels)
+    loss = names["model"](ids, labels)
+    loss.backward()
+    meshes.same("loss", loss, expected)
+    meshes.check_gradients(names["model"], gradients, [], "meshes.md")
+
+
 CHECKS = {
     ("README.md", 2): check_any_model,
     ("any-model.md", 0): check_any_model,
@@ -348,6 +377,7 @@ CHECKS = {
     ("evaluation.md", 0): check_evaluation,
     ("evaluation.md", 3): check_checkpoint,
     ("evaluation.md", 4): check_checkpoint,
+    ("meshes.md", 0): check_meshes,
     ("packed.md", 0): check_packed,
     ("index.md", 0): check_index,
     ("utils.md", 0): check_utils,
