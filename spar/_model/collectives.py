@@ -90,7 +90,7 @@ def _communicate(view: View, group: Any, name: str, own: Any, args: Any, kwargs:
     is_coalesced = group in c10d._world.pg_coalesce_state
     if is_apart and _acts_on_parts(name, given):
         if not is_coalesced:
-            check_same_tokens(view, name, group)
+            check_same_tokens(view, name, group, given[0].device)
         stand_ins = {id(x): x.detach().contiguous() for x in given if not x.is_contiguous()}
     else:
         view._note_whole(name, "sends whole tensors")

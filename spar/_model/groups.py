@@ -31,14 +31,15 @@ def is_apart(sequence: Any, members: Iterable[int]) -> bool:
     return len({*members} & {*ranks(sequence)}) == 1
 
 
-def check_same_tokens(view: Any, name: str, group: Any) -> None:
+def check_same_tokens(view: Any, name: str, group: Any, device: torch.device | str) -> None:
     """Raise on all ranks of a group of other ranks where these hold other tokens. Collective at first.
 
-    A view compares once for each group: ranks keep their places in a sequence.
+    A view compares once for each group: ranks keep their places in a sequence. device: one that the group
+    serves.
     """
     if group.group_name in view.same_tokens:
         return
-    own = torch.tensor([view.parts.rank, view.parts.world], device=view.parts.device)
+    own = torch.tensor([view.parts.rank, view.parts.world], device=device)
     rows = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(rows, own, group)
     places = [tuple(row.tolist()) for row in rows]

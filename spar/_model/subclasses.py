@@ -175,7 +175,7 @@ def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part | None) 
         advice = f"keep DTensors from style to style by use_local_output=False, or {_ADVICE}"
         raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", advice)
     for group in mesh.get_all_groups():
-        check_same_tokens(view, name, group)
+        check_same_tokens(view, name, group, mesh.device_type)
 
 
 def _is_apart(view: Any, mesh: Any) -> bool:
