@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train by LLaMA-Factory's v1, whose sequences spar shards if several ranks share them.
+
+Arguments: a folder, and the number of ranks that share a sequence.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.pop(0)  # the folder of this file, which has the package's name
+
+from llamafactory.v1.accelerator.interface import DistributedInterface
+from llamafactory.v1.config import BatchingStrategy, TrainingArguments
+from llamafactory.v1.core.utils.rendering import Renderer
+from llamafactory.v1.plugins.model_plugins.parallelization.sequence_parallel import (
+    SequenceParallelLossPlugin,
+    SequenceParallelModelPlugin,
+)
+from llamafactory.v1.trainers.sft_trainer import SFTTrainer
+from llamafactory.v1.utils.callbacks import TrainerCallback
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import spar.integrations.llamafactory as plug
+
+torch.accelerator.synchronize = lambda: None  # which the trainer calls in each step: here is none
+LENGTHS = [11, 16, 7, 9, 12, 5, 14, 10]
+
+
+class Samples(Renderer):
+    """Token ids in place of messages."""
+
+    def __init__(self) -> None:
+        super().__init__("none", SimpleNamespace(model_input_names=["input_ids", "attention_mask"]))
+
+    def process_samples(self, samples: list[Any]) -> list[Any]:
+        return samples
+
+
+class Logged(TrainerCallback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_log(self, args: Any, state: Any, logs: Any, **kwargs: Any) -> None:
+        self.losses.append(logs["loss"])
+        self.norms.append(logs["grad_norm"])
+
+
+class OneProcess(SFTTrainer):
+    """SFTTrainer without sequence groups, and with sdpa in place of flash attention, which needs a GPU."""
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        if batch["attention_mask"].all():  # flash attention finds documents by positions then
+            batch = {name: x for name, x in batch.items() if name != "attention_mask"}
+        return super().compute_loss(batch)
+
+
+def samples(weighted: bool) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    found = []
+    for length in LENGTHS:
+        ids, weights, prompt = torch.randint(2, 60, (length,)).tolist(), torch.rand(length) + 0.5, length // 3
+        sample = {
+            "input_ids": ids,
+            "attention_mask": [1] * length,
+            "labels": [-100] * prompt + ids[prompt:],
+            "loss_weights": [0.0] * prompt + (weights if weighted else torch.ones(length))[prompt:].tolist(),
+            "position_ids": list(range(1, length + 1)),
+        }
+        found.append(sample)
+    return found
+
+
+def train(
+    folder: Path, size: int, weighted: bool = False, lora: bool = False, **options: Any
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,  # which 2 ranks do not divide
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    model: Any = Qwen2ForCausalLM(config)
+    if lora:
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        )
+    # The trainer asks for flash attention, without which it would not have been loaded.
+    model.config._attn_implementation_internal = "flash_attention_2"
+    dist_config = {"name": "fsdp2", "cp_size": size, "cp_mode": "spar"} if size > 1 else None
+    args = TrainingArguments(
+        output_dir=str(folder),
+        global_batch_size=4,
+        learning_rate=0.01,
+        max_steps=3,
+        bf16=False,
+        batching_workers=0,
+        dist_config=dist_config,
+        **options,
+    )
+    logged = Logged()
+    kind = SFTTrainer if size > 1 else OneProcess
+    trainer = kind(args, model, Samples(), samples(weighted), [logged])
+    if size == 1:
+        model.set_attn_implementation("sdpa")
+    trainer.fit()
+    weights = {}
+    for name, p in model.named_parameters():
+        weights[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+    return {"losses": logged.losses, "norms": logged.norms, "weights": weights}
+
+
+def checks(model: Any) -> list[str]:
+    """Return what holds of the plug, whose trainer ran. model: one that is not parallelized."""
+    own, found = plug._own_losses[0], []
+    with mock.patch.object(DistributedInterface, "get_group", return_value=None):
+        try:
+            SequenceParallelModelPlugin("spar")(model, {"cp_size": 2})
+        except ValueError as error:
+            found.append(str(error))
+    with mock.patch.object(plug, "_own_losses", [lambda *given: given]):
+        found.append(SequenceParallelLossPlugin("sequence_parallel_loss")(model, {}) == (model, {}))
+    plug.uninstall()
+    found.append(SequenceParallelLossPlugin("sequence_parallel_loss")["__call__"] is own)
+    try:
+        SequenceParallelModelPlugin("spar")(model, {})
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def main(folder: Path, size: int) -> None:
+    DistributedInterface({"name": "fsdp2", "cp_size": size})
+    if size > 1:
+        plug.install()
+    dynamic = {"micro_batch_size": 2, "cutoff_len": 12}
+    cases = {
+        "padded": train(folder, size, micro_batch_size=2),
+        "weighted": train(folder, size, weighted=True),
+        "packed": train(folder, size, micro_batch_size=2, batching_strategy=BatchingStrategy.PADDING_FREE),
+        "lora": train(folder, size, lora=True),
+        "dynamic": train(folder, size, batching_strategy=BatchingStrategy.DYNAMIC_BATCHING, **dynamic),
+        "dynamic packed": train(
+            folder, size, batching_strategy=BatchingStrategy.DYNAMIC_PADDING_FREE, **dynamic
+        ),
+    }
+    found = {"cases": cases, "checks": checks(torch.nn.Linear(1, 1)) if size > 1 else []}
+    torch.save(found, folder / f"{DistributedInterface().get_rank()}.pt")
+    DistributedInterface().destroy()
+
+
+main(Path(sys.argv[1]), int(sys.argv[2]))
