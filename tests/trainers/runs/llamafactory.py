@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by LLaMA-Factory's v1, whose sequences spar shards if several ranks share them.
+"""Train by LLaMA-Factory's v1: in one process, or with sequences that all ranks or two of them share.
 
-Arguments: a folder, and the number of ranks that share a sequence.
+Argument: a folder.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.pop(0)  # the folder of this file, which has the package's name
 
-from llamafactory.v1.accelerator.interface import DistributedInterface
+from llamafactory.v1.accelerator.interface import DistributedInterface, DistributedStrategy
 from llamafactory.v1.config import BatchingStrategy, TrainingArguments
 from llamafactory.v1.core.utils.rendering import Renderer
 from llamafactory.v1.plugins.model_plugins.parallelization.sequence_parallel import (
@@ -141,24 +143,31 @@ def checks(model: Any) -> list[str]:
     return found
 
 
-def main(folder: Path, size: int) -> None:
-    DistributedInterface({"name": "fsdp2", "cp_size": size})
-    if size > 1:
-        plug.install()
+def main(folder: Path) -> None:
+    world = int(os.environ["WORLD_SIZE"])
     dynamic = {"micro_batch_size": 2, "cutoff_len": 12}
-    cases = {
-        "padded": train(folder, size, micro_batch_size=2),
-        "weighted": train(folder, size, weighted=True),
-        "packed": train(folder, size, micro_batch_size=2, batching_strategy=BatchingStrategy.PADDING_FREE),
-        "lora": train(folder, size, lora=True),
-        "dynamic": train(folder, size, batching_strategy=BatchingStrategy.DYNAMIC_BATCHING, **dynamic),
-        "dynamic packed": train(
-            folder, size, batching_strategy=BatchingStrategy.DYNAMIC_PADDING_FREE, **dynamic
-        ),
+    of_all: dict[str, Any] = {
+        "padded": {"micro_batch_size": 2},
+        "dynamic": {"batching_strategy": BatchingStrategy.DYNAMIC_BATCHING, **dynamic},
+        "dynamic packed": {"batching_strategy": BatchingStrategy.DYNAMIC_PADDING_FREE, **dynamic},
     }
-    found = {"cases": cases, "checks": checks(torch.nn.Linear(1, 1)) if size > 1 else []}
-    torch.save(found, folder / f"{DistributedInterface().get_rank()}.pt")
-    DistributedInterface().destroy()
+    of_pairs: dict[str, Any] = {
+        "weighted": {"weighted": True},
+        "packed": {"micro_batch_size": 2, "batching_strategy": BatchingStrategy.PADDING_FREE},
+        "lora": {"lora": True},
+    }
+    if world > 1:
+        plug.install()
+    ranks = DistributedInterface({"name": "fsdp2", "cp_size": world})
+    found = {case: train(folder, world, **options) for case, options in of_all.items()}
+    pair = min(world, 2)
+    ranks.strategy = DistributedStrategy(cp_size=pair)
+    names = ranks.strategy.data_mesh_dim_names
+    ranks.data_device_mesh = init_device_mesh("cpu", ranks.strategy.data_mesh_shape, mesh_dim_names=names)
+    found |= {case: train(folder, pair, **options) for case, options in of_pairs.items()}
+    checked = checks(torch.nn.Linear(1, 1)) if world > 1 else []
+    torch.save((found, checked), folder / f"{ranks.get_rank()}.pt")
+    ranks.destroy()
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]))
+main(Path(sys.argv[1]))
