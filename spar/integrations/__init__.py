@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock models over a sharded sequence; each module imports its library inside its functions."""
+"""Stock models and trainers over a sharded sequence.
+
+Each module imports its library inside its functions; but `verl`, which verl imports.
+"""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import diffusers as diffusers, trainer as trainer, transformers as transformers
+    from . import (
+        diffusers as diffusers,
+        llamafactory as llamafactory,
+        trainer as trainer,
+        transformers as transformers,
+        verl as verl,
+    )
 
 
 def __getattr__(name: str) -> object:
     """Import a module at its first use; other parts of spar import this package before the caller does."""
-    if name in ("diffusers", "trainer", "transformers"):
+    if name in ("diffusers", "llamafactory", "trainer", "transformers", "verl"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

@@ -20,6 +20,7 @@ from helpers.tables import KINDS, MAKERS
 
 import spar
 import spar.integrations.diffusers
+import spar.integrations.llamafactory
 import spar.integrations.trainer
 import spar.integrations.transformers
 import spar.sequence_layout
@@ -202,9 +203,11 @@ TRAINER = {
     "install": "sequence_parallel_size, check=False, **options",
     "uninstall": "",
 }
+LLAMA_FACTORY = {"install": "", "uninstall": ""}
 TABLES = {
     "spar": (spar, SIGNATURES),
     "diffusers": (spar.integrations.diffusers, DIFFUSERS),
+    "llamafactory": (spar.integrations.llamafactory, LLAMA_FACTORY),
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
@@ -267,6 +270,7 @@ def test_submodules_are_attributes_imported_at_first_use() -> None:
         "assert spar.integrations.transformers.shard and 'transformers' not in sys.modules;"
         "assert spar.integrations.diffusers.enable and 'diffusers' not in sys.modules;"
         "assert spar.integrations.trainer.install and 'transformers' not in sys.modules;"
+        "assert spar.integrations.llamafactory.install and 'transformers' not in sys.modules;"
         "assert not hasattr(spar, 'nothing')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
