@@ -39,6 +39,17 @@ def check_versions() -> None:
             )
 
 
+def check_settings(where: str, size: Any, options: Mapping[str, Any]) -> None:
+    """Check what an integration is given: how many ranks share a sequence, and options of `parallelize`."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{where}: sequence_parallel_size is {size!r}; expected an int from 1")
+    for name in sorted({"inputs", "outputs"} & options.keys()):
+        raise ValueError(
+            f"{where}: {name} is {options[name]!r:.200}; expected none, as a trainer's batches and outputs "
+            "are whole"
+        )
+
+
 @dataclass
 class Sequences:
     """The sequence groups of a Trainer.
@@ -48,17 +59,19 @@ class Sequences:
         options: of `parallelize`.
         mesh: data-parallel ranks x ranks of a sequence group; None if the size is 1.
         report: of the newest model that was parallelized.
+        where: the integration, for messages.
     """
 
     size: int
     options: Mapping[str, Any]
     mesh: Any = None
     report: Report | None = None
+    where: str = WHERE
 
     def begin(self, device: torch.device) -> None:
         """Make the mesh, or take that of an earlier Trainer."""
         world = dist.group.WORLD if dist.is_available() else None
-        problem = f"{WHERE}: sequence_parallel_size is {self.size}"
+        problem = f"{self.where}: sequence_parallel_size is {self.size}"
         if world is None:
             raise ValueError(
                 f"{problem}, and this is one process; expected {self.size} or more ranks: "
@@ -85,8 +98,8 @@ class Sequences:
         for state in states_of(model):
             if state.view.parts.group is not group:
                 raise ValueError(
-                    f"{WHERE}: the model is parallelized over another group; call spar.unparallelize(model), "
-                    "as the trainer parallelizes it itself"
+                    f"{self.where}: the model is parallelized over another group; call "
+                    "spar.unparallelize(model), as the trainer parallelizes it itself"
                 )
             self.report = state.view.report
             return

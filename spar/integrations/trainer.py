@@ -11,7 +11,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .._model.model import states_of
-from ._trainer import Sequences, accelerator_class, check_arguments, check_dataset, check_versions
+from ._trainer import (
+    WHERE,
+    Sequences,
+    accelerator_class,
+    check_arguments,
+    check_dataset,
+    check_settings,
+    check_versions,
+)
 from ._trainer_check import compare_with_one_process
 
 __all__ = ["SequenceParallel", "install", "uninstall"]
@@ -64,13 +72,7 @@ def uninstall() -> None:
 
 
 def _checked(size: Any, check: bool, options: Mapping[str, Any]) -> tuple[int, bool, dict[str, Any]]:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"integrations.trainer: sequence_parallel_size is {size!r}; expected an int from 1")
-    for name in sorted({"inputs", "outputs"} & options.keys()):
-        raise ValueError(
-            f"integrations.trainer: {name} is {options[name]!r:.200}; expected none, as a trainer's batches "
-            "and outputs are whole"
-        )
+    check_settings(WHERE, size, options)
     return size, check, dict(options)
 
 
