@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock models and trainers over a sharded sequence.
 
-Each module imports its library inside its functions; but `verl`, which verl imports.
+Each module imports its library inside its functions; but `verl` and `torchtitan`, which these import.
 """
 
 from typing import TYPE_CHECKING
@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from . import (
         diffusers as diffusers,
+        lightning as lightning,
         llamafactory as llamafactory,
         trainer as trainer,
         transformers as transformers,
         verl as verl,
     )
 
+_MODULES = "diffusers", "lightning", "llamafactory", "trainer", "transformers", "verl"
+
 
 def __getattr__(name: str) -> object:
     """Import a module at its first use; other parts of spar import this package before the caller does."""
-    if name in ("diffusers", "llamafactory", "trainer", "transformers", "verl"):
+    if name in _MODULES:
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

@@ -17,6 +17,7 @@ import pytest
 
 import spar
 import spar.integrations.diffusers
+import spar.integrations.lightning
 import spar.integrations.llamafactory
 import spar.integrations.trainer
 import spar.integrations.transformers
@@ -45,7 +46,9 @@ def test_table_of_operations_matches_exports() -> None:
 
 def public_names() -> set[str]:
     modules = [spar, spar.testing, spar.utils, spar.topology, spar.sharding, spar.data, spar.parallel_state]
-    modules += [spar.integrations.transformers, spar.integrations.trainer, spar.integrations.llamafactory]
+    of_integrations = spar.integrations
+    modules += [of_integrations.transformers, of_integrations.trainer]
+    modules += [of_integrations.llamafactory, of_integrations.lightning]
     return {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
 
 
