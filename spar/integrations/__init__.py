@@ -11,12 +11,13 @@ if TYPE_CHECKING:
         diffusers as diffusers,
         lightning as lightning,
         llamafactory as llamafactory,
+        torchtitan as torchtitan,
         trainer as trainer,
         transformers as transformers,
         verl as verl,
     )
 
-_MODULES = "diffusers", "lightning", "llamafactory", "trainer", "transformers", "verl"
+_MODULES = "diffusers", "lightning", "llamafactory", "torchtitan", "trainer", "transformers", "verl"
 
 
 def __getattr__(name: str) -> object:

@@ -19,6 +19,7 @@ import spar
 import spar.integrations.diffusers
 import spar.integrations.lightning
 import spar.integrations.llamafactory
+import spar.integrations.torchtitan
 import spar.integrations.trainer
 import spar.integrations.transformers
 import spar.testing
@@ -49,6 +50,7 @@ def public_names() -> set[str]:
     of_integrations = spar.integrations
     modules += [of_integrations.transformers, of_integrations.trainer]
     modules += [of_integrations.llamafactory, of_integrations.lightning]
+    modules += [of_integrations.torchtitan]
     return {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
 
 

@@ -21,6 +21,7 @@ from helpers.tables import KINDS, MAKERS
 import spar
 import spar.integrations.diffusers
 import spar.integrations.llamafactory
+import spar.integrations.torchtitan
 import spar.integrations.trainer
 import spar.integrations.transformers
 import spar.sequence_layout
@@ -204,6 +205,10 @@ TRAINER = {
     "uninstall": "",
 }
 LLAMA_FACTORY = {"install": "", "uninstall": ""}
+TORCHTITAN = {
+    "install": "method=None",
+    "uninstall": "",
+}
 TABLES = {
     "spar": (spar, SIGNATURES),
     "diffusers": (spar.integrations.diffusers, DIFFUSERS),
@@ -211,6 +216,7 @@ TABLES = {
     "sequence_layout": (spar.sequence_layout, LAYOUT),
     "testing": (spar.testing, TESTING),
     "utils": (spar.utils, UTILS),
+    "torchtitan": (spar.integrations.torchtitan, TORCHTITAN),
     "trainer": (spar.integrations.trainer, TRAINER),
     "transformers": (spar.integrations.transformers, TRANSFORMERS),
     "sharding": (spar.sharding, SHARDING),
