@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +21,25 @@ from .._model.report import Report
 from ._parallelize import parallelize
 
 WHERE = "integrations.trainer"
-# Methods of theirs that are not documented are overridden: these versions were tested.
-VERSIONS = {"transformers": "5.23", "accelerate": "1.15"}
+# The oldest and the newest (major, minor) with which this was tested: it overrides methods of theirs that are
+# not documented.
+VERSIONS = {"transformers": ((5, 5), (5, 23)), "accelerate": ((1, 11), (1, 15))}
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share their groups
 
 
 def check_versions() -> None:
-    for name, expected in VERSIONS.items():
+    for name, (oldest, newest) in VERSIONS.items():
         try:
-            found = f"{importlib.metadata.version(name)} is"
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found = "is not"
-        if not found.startswith(f"{expected}."):
+            version = None
+        if version is None or not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
+            found = "is not" if version is None else f"{version} is"
+            first, last, end = (".".join(map(str, x)) for x in (oldest, newest, (newest[0], newest[1] + 1)))
             raise ImportError(
-                f"{WHERE}: {name} {found} installed; expected {expected}.*, with which this was tested: "
-                f"pip install '{name}=={expected}.*'"
+                f"{WHERE}: {name} {found} installed; expected {first} to {last}, with which this was tested: "
+                f"pip install '{name}>={first},<{end}'"
             )
 
 
@@ -60,6 +64,7 @@ class Sequences:
         mesh: data-parallel ranks x ranks of a sequence group; None if the size is 1.
         report: of the newest model that was parallelized.
         where: the integration, for messages.
+        counts_as_process: whether a sequence group is one process, as it is where Trainer counts its labels.
     """
 
     size: int
@@ -67,6 +72,7 @@ class Sequences:
     mesh: Any = None
     report: Report | None = None
     where: str = WHERE
+    counts_as_process: bool = False
 
     def begin(self, device: torch.device) -> None:
         """Make the mesh, or take that of an earlier Trainer."""
@@ -91,6 +97,18 @@ class Sequences:
     def replicas(self) -> int:
         """The number of sequence groups, each of which has its own samples."""
         return 1 if self.mesh is None else int(self.mesh.size(0))
+
+    @contextlib.contextmanager
+    def as_processes(self) -> Iterator[None]:
+        """Let Trainer see sequence groups as processes, with `get_tp_size()` and `accelerator.num_processes`.
+
+        Some versions of it divide both counts of labels and losses' scales by `get_tp_size()`, others do not.
+        """
+        before, self.counts_as_process = self.counts_as_process, True
+        try:
+            yield
+        finally:
+            self.counts_as_process = before
 
     def parallelize(self, model: torch.nn.Module) -> None:
         """Parallelize a model, unless a Trainer with these groups did."""
@@ -149,6 +167,12 @@ def accelerator_class() -> type:
         def dispatch_batches(self) -> bool:
             """Whether rank 0 reads for all: accelerate cannot give several ranks the same samples then."""
             return False
+
+        @property
+        def num_processes(self) -> int:
+            if self.sequences.counts_as_process:
+                return self.sequences.replicas
+            return int(super().num_processes)
 
         def _prepare_device_mesh(self) -> Any:
             return self.sequences.mesh

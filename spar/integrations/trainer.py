@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .._model.model import states_of
@@ -28,7 +27,9 @@ _Trainer: Any = object  # what the mixin precedes: transformers is not imported 
 _replaced: list[tuple[Any, str, Any]] = []  # by `install`: the class, the name, and what was there
 
 
-def install(sequence_parallel_size: int, *, check: bool = False, **options: Any) -> None:
+def install(
+    sequence_parallel_size: int, *, check: bool = False, mixin: type | None = None, **options: Any
+) -> None:
     """Let every Trainer that is made from now on shard its sequences over ranks.
 
     Trainers of other libraries that derive from it, too. Call it on all ranks, before the Trainer is made.
@@ -39,6 +40,7 @@ def install(sequence_parallel_size: int, *, check: bool = False, **options: Any)
             are data-parallel. `per_device_train_batch_size` and the like are those of a sequence group.
         check: whether the first training step compares the loss and the gradients with one process: each
             rank also runs the model whole, so take samples that fit.
+        mixin: a class that derives from `SequenceParallel`, for trainers that need more; None: this.
         options: of `spar.parallelize`, such as `layout` and `method`; not `inputs` and `outputs`.
 
     Raises:
@@ -58,7 +60,7 @@ def install(sequence_parallel_size: int, *, check: bool = False, **options: Any)
         kind = type(self)
         if not isinstance(self, SequenceParallel):
             names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-            self.__class__ = type(kind.__name__, (SequenceParallel, kind), settings | names)
+            self.__class__ = type(kind.__name__, (mixin or SequenceParallel, kind), settings | names)
         own(self, *args, **kwargs)
 
     _replaced.append((Trainer, "__init__", own))
@@ -90,6 +92,8 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     _sequence_settings: tuple[int, bool, dict[str, Any]]
     _is_loss_only = False  # in a prediction step
+    # Methods besides Trainer's that read of a model's outputs its loss alone, unless they return the outputs.
+    readers_of_loss: tuple[Any, ...] = ()
     model: Any
     model_wrapped: Any
 
@@ -130,12 +134,13 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
     def get_tp_size(self) -> int:
         """Return the number of ranks that have the same samples, as ranks of tensor parallelism do."""
         size = self.sequences.size
-        return size if size > 1 else int(super().get_tp_size())
+        if size == 1:
+            return int(super().get_tp_size())
+        return 1 if self.sequences.counts_as_process else size
 
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
-        count = super()._get_num_items_in_batch(batch_samples, device)
-        # Trainer divides by get_tp_size(), although gather() has each sequence group once.
-        return count * self.sequences.size if torch.is_tensor(count) else count
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self.sequences.as_processes():  # gather() has each sequence group once
+            return super()._get_num_items_in_batch(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> float:
         return float(super().floating_point_ops(inputs)) / self.sequences.size
@@ -167,15 +172,17 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         from transformers import Trainer
 
         own = super().compute_loss
-        reads_loss = getattr(own, "__func__", None) is Trainer.compute_loss
+        views: list[Any] = []
+        readers = Trainer.compute_loss, *self.readers_of_loss
+        reads_loss = getattr(own, "__func__", None) in readers
         reads_loss = reads_loss and self.label_smoother is None and self.compute_loss_func is None
-        if not reads_loss or (return_outputs and not self._is_loss_only):
-            return own(model, inputs, return_outputs, *args, **kwargs)
-        views = [state.view for state in states_of(model)]
+        if reads_loss and (not return_outputs or self._is_loss_only):
+            views = [state.view for state in states_of(model)]
         for view in views:
             view.returns_parts = True
         try:
-            return own(model, inputs, return_outputs, *args, **kwargs)
+            with self.sequences.as_processes():
+                return own(model, inputs, return_outputs, *args, **kwargs)
         finally:
             for view in views:
                 view.returns_parts = False
@@ -186,9 +193,8 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         from transformers import Trainer
 
         own = super().prediction_step
-        self._is_loss_only = (
-            prediction_loss_only and getattr(own, "__func__", None) is Trainer.prediction_step
-        )
+        readers = Trainer.prediction_step, *self.readers_of_loss
+        self._is_loss_only = prediction_loss_only and getattr(own, "__func__", None) in readers
         try:
             return own(model, inputs, prediction_loss_only, *args, **kw)
         finally:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from test_trainer import PRELOAD as PRELOAD, Case, Group, four as four, two as t
 
 import spar
 import spar.integrations.trainer
+from spar.integrations._trainer import VERSIONS
 
 
 @contextlib.contextmanager
@@ -441,14 +443,24 @@ def test_refused_options(size: Any, options: Case, message: str) -> None:
         spar.integrations.trainer.install(size, **options)
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
-    with pytest.raises(ImportError, match=r"transformers 5.22.1 is installed; expected 5.23.\*, with which"):
+@pytest.mark.parametrize("version", ["5.4.0", "5.24.0.dev0", "6.0.0rc1", "4.57.6"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    message = f"transformers {re.escape(version)} is installed; expected 5.5 to 5.23, with which"
+    with pytest.raises(ImportError, match=message + r".*: pip install 'transformers>=5.5,<5.24'"):
         spar.integrations.trainer.install(2)
     monkeypatch.undo()
-    monkeypatch.setattr("spar.integrations._trainer.VERSIONS", {"no-such-library": "1.2"})
-    with pytest.raises(ImportError, match=r"no-such-library is not installed; expected 1.2.\*"):
+    monkeypatch.setattr("spar.integrations._trainer.VERSIONS", {"no-such-library": ((1, 2), (1, 9))})
+    with pytest.raises(ImportError, match=r"no-such-library is not installed; expected 1.2 to 1.9"):
         spar.integrations.trainer.install(2)
+
+
+def test_oldest_and_newest_versions_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, patch in ((0, "0"), (1, "9")):
+        versions = {name: f"{pair[i][0]}.{pair[i][1]}.{patch}" for name, pair in VERSIONS.items()}
+        monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+        spar.integrations.trainer.install(2)
+        spar.integrations.trainer.uninstall()
 
 
 def test_groups_of_one_rank_change_nothing(tmp_path: Path) -> None:
