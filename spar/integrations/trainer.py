@@ -63,8 +63,13 @@ def install(
             self.__class__ = type(kind.__name__, (mixin or SequenceParallel, kind), settings | names)
         own(self, *args, **kwargs)
 
-    _replaced.append((Trainer, "__init__", own))
-    Trainer.__init__ = init
+    replace(Trainer, "__init__", init)
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute until `uninstall`."""
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
 
 
 def uninstall() -> None:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of axolotl by its own entry point: torchrun axolotl.py FOLDER CASE,SIZE,ACCUMULATED..."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate sees one process elsewhere
+import torch
+import torch._dynamo  # asks for triton before it is replaced
+import transformers.trainer  # noqa: F401  so does this
+import yaml
+from helpers import missing
+from helpers.trainers import TIMED
+
+# For quantization, other metrics, telemetry and kernels on GPUs. What numba compiles runs without it, too.
+missing.replace("bitsandbytes", "evaluate", "fastcore", "fire", "numba", "posthog", "triton", "wandb")
+import axolotl.cli.config  # noqa: E402
+import axolotl.cli.train  # noqa: E402
+import axolotl.train  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+WORDS = [f"w{i}" for i in range(60)]
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "packed": {"sample_packing": True, "eval_sample_packing": True, "curriculum_sampling": True},
+    "LoRA": {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True},
+}
+
+
+def write_model(folder: Path) -> None:
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}
+    tokens = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).save_pretrained(folder)
+
+
+def write_samples(path: Path, count: int, seed: int) -> None:
+    """Write documents of 5 to 40 words."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in torch.randint(5, 41, (count,), generator=generator).tolist():
+        words = torch.randint(len(WORDS), (length,), generator=generator).tolist()
+        rows.append(json.dumps({"text": " ".join(WORDS[i] for i in words)}))
+    path.write_text("\n".join(rows))
+
+
+def configuration(folder: Path, size: int, accumulated: int) -> dict[str, Any]:
+    """Return the keys of a run, of which two are for sequence groups. size: of a group; 0: there are none."""
+    data = {"type": "completion", "ds_type": "json"}
+    plug = {"plugins": ["spar.integrations.axolotl.SequenceParallelPlugin"], "sequence_parallel_size": size}
+    kernels = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"
+    return (plug if size else dict.fromkeys(kernels, False)) | {  # they need a GPU
+        "base_model": str(folder / "model"),
+        "datasets": [data | {"path": str(folder / "train.jsonl")}],
+        "test_datasets": [data | {"path": str(folder / "eval.jsonl"), "split": "train"}],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "output_dir": str(folder / "out"),
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": accumulated,
+        "num_epochs": 1,
+        "optimizer": "sgd",
+        "lr_scheduler": "linear",
+        "warmup_ratio": 0.5,
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "seed": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "bf16": False,
+        "fp16": False,
+        "tf32": False,
+        "attn_implementation": "sdpa",
+        "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": None,
+        "special_tokens": {"pad_token": "<pad>"},
+    }
+
+
+def run(folder: Path, rank: int, case: str, size: int, accumulated: int) -> dict[str, Any]:
+    from spar.integrations import trainer as integration
+
+    path = folder / f"{case}.yml"
+    if rank == 0:
+        new = folder / "new.yml"
+        new.write_text(yaml.safe_dump(configuration(folder, size, accumulated) | CASES[case]))
+        new.rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    cfg = axolotl.cli.config.load_cfg(str(path))
+    cfg.dataset_num_proc = None  # processes would import all of this again
+    cfg.device_map = None  # axolotl's is a GPU for each rank
+    found: dict[str, Any] = {}
+    train = axolotl.train.execute_training
+
+    def execute(cfg: Any, trainer: Any, *args: Any) -> None:
+        assert not integration._replaced
+        train(cfg, trainer, *args)
+        found["logged"] = [
+            {
+                k: v
+                for k, v in each.items()
+                if not k.endswith(TIMED) and not k.startswith(("memory", "tokens"))
+            }
+            for each in trainer.state.log_history
+        ]
+        found["parameters"] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        found["share"] = trainer.sequences.report.share if size else 1.0
+
+    axolotl.train.execute_training = execute
+    try:
+        axolotl.cli.train.do_train(cfg, axolotl.cli.train.TrainerCliArgs())
+    finally:
+        axolotl.train.execute_training = train
+    return found
+
+
+def main(folder: Path, rank: int, runs: list[str]) -> None:
+    if rank == 0:
+        write_model(folder / "model")
+        write_samples(folder / "train.jsonl", 24, 0)
+        write_samples(folder / "eval.jsonl", 20, 1)
+    save = Dataset.save_to_disk
+    Dataset.save_to_disk = lambda data, *args, num_proc, **options: save(
+        data, *args, **options
+    )  # in this process
+    cleanup = axolotl.train.cleanup_distributed
+    axolotl.train.cleanup_distributed = lambda: None  # the next run has the same process group
+    found = [
+        run(folder, rank, case, int(size), int(n)) for case, size, n in (each.split(",") for each in runs)
+    ]
+    torch.save(found, folder / f"{rank}.pt")
+    cleanup()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2:])
