@@ -32,11 +32,13 @@ from .flex import intercepting, making_masks
 from .gradients import average_inputs
 from .groups import check_results
 from .nested import changed, tensors_in
-from .part import Parts, has_part, mark, part_of
+from .part import Part, Parts, has_part, mark, part_of
 from .view import AS_WHOLE, View, current_view, without_view
 
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
+# They compute each row of their results, all [N], alone; the numbers are of the arguments that have N rows.
+_BY_ROW = {"trl.kernels.chunked_logprob.ChunkedLogProbFunction": (0, 3)}
 # Before torch 2.15 `Function.apply`, to which code may have bound references, is in Python, and calls that of
 # its base, in C.
 _OWN_APPLY: Any = torch._C._FunctionBase.__dict__["apply"]
@@ -148,15 +150,35 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return subclasses.converted(view, cls, call, args)
     if cls.__module__ == "torch.distributed.nn.functional" and has_part(args, kwargs):
         check_results(view, cls.__name__, args)
-    if f"{cls.__module__}.{cls.__qualname__}" in _BY_ELEMENT and part_of(args[0]) is not None:
+    name, part = f"{cls.__module__}.{cls.__qualname__}", part_of(args[0]) if args else None
+    if name in _BY_ELEMENT and part is not None:
         with without_view():
-            return mark(call(*args, **kwargs), part_of(args[0]))
+            return mark(call(*args, **kwargs), part)
+    rows = _BY_ROW.get(name, ()) if part is not None and part.dim == 0 and all(part.sizes) else ()
+    if part is not None and rows and all(part_of(args[i]) in (None, part) for i in rows):
+        return _by_row(view, call, part, args, rows)
 
     def guarded(*wholes: Any, **named: Any) -> Any:
         with _Whole(view, cls.__name__):
             return call(*wholes, **named)
 
     return view.outside(cls.__name__, guarded, args, kwargs)
+
+
+def _by_row(
+    view: View, call: Callable[..., Any], part: Part, args: tuple[Any, ...], of_rows: tuple[int, ...]
+) -> Any:
+    """Call a Function with this rank's rows, and with weights [V, D] that it multiplies each by."""
+    for x in tensors_in(args):
+        view.check_stale("a function of rows", x)
+    if view.recording:
+        weights = sum(x.numel() for x in tensors_in(args[1:]) if x.dim() == 2)
+        view.report.add((part.local * weights, part.whole * weights), view.blocks > 0)
+    with without_view():
+        local = [*args]
+        for i in of_rows:
+            local[i] = args[i] if part_of(args[i]) is part else view.parts.shard(args[i], part)
+        return changed(lambda x: mark(x, part), call(*local))
 
 
 class _Whole(TorchFunctionMode):
