@@ -215,6 +215,13 @@ def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str,
         trainers.check_same(found, expected, case.get("tolerance", 1e-5))
 
 
+@pytest.mark.parametrize("name", ["padded", "packed", "uneven last batches"])
+def test_one_sequence_group_of_all_ranks(four: Ranks, name: str, tmp_path: Path) -> None:
+    expected = run(tmp_path, CASES[name])
+    for found in four(4, run_ranks, tmp_path, CASES[name], 4):
+        trainers.check_same(found, expected, 1e-5)
+
+
 WORKERS: Case = {"model": bert, "collator": masked, "arguments": {"dataloader_num_workers": 1}}
 
 
