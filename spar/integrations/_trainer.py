@@ -9,6 +9,7 @@ import importlib.metadata
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,17 +31,22 @@ _meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share th
 
 def check_versions() -> None:
     for name, (oldest, newest) in VERSIONS.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        if version is None or not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
-            found = "is not" if version is None else f"{version} is"
-            first, last, end = (".".join(map(str, x)) for x in (oldest, newest, (newest[0], newest[1] + 1)))
-            raise ImportError(
-                f"{WHERE}: {name} {found} installed; expected {first} to {last}, with which this was tested: "
-                f"pip install '{name}>={first},<{end}'"
-            )
+        check_version(name, oldest, newest)
+
+
+def check_version(name: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
+    """Raise ImportError if a package is not installed in a version from oldest to newest: (major, minor)."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is None or not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
+        found = "is not" if version is None else f"{version} is"
+        first, last, end = (".".join(map(str, x)) for x in (oldest, newest, (newest[0], newest[1] + 1)))
+        raise ImportError(
+            f"{WHERE}: {name} {found} installed; expected {first} to {last}, with which this was tested: "
+            f"pip install '{name}>={first},<{end}'"
+        )
 
 
 def check_settings(where: str, size: Any, options: Mapping[str, Any]) -> None:
@@ -64,7 +70,6 @@ class Sequences:
         mesh: data-parallel ranks x ranks of a sequence group; None if the size is 1.
         report: of the newest model that was parallelized.
         where: the integration, for messages.
-        counts_as_process: whether a sequence group is one process, as it is where Trainer counts its labels.
     """
 
     size: int
@@ -72,7 +77,6 @@ class Sequences:
     mesh: Any = None
     report: Report | None = None
     where: str = WHERE
-    counts_as_process: bool = False
 
     def begin(self, device: torch.device) -> None:
         """Make the mesh, or take that of an earlier Trainer."""
@@ -89,8 +93,7 @@ class Sequences:
         key = device.type, self.size
         if key not in known:
             shape = world.size() // self.size, self.size
-            # accelerate calls ranks with the same samples "tp".
-            known[key] = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "tp"))
+            known[key] = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp"))
         self.mesh = known[key]
 
     @property
@@ -98,17 +101,10 @@ class Sequences:
         """The number of sequence groups, each of which has its own samples."""
         return 1 if self.mesh is None else int(self.mesh.size(0))
 
-    @contextlib.contextmanager
-    def as_processes(self) -> Iterator[None]:
-        """Let Trainer see sequence groups as processes, with `get_tp_size()` and `accelerator.num_processes`.
-
-        Some versions of it divide both counts of labels and losses' scales by `get_tp_size()`, others do not.
-        """
-        before, self.counts_as_process = self.counts_as_process, True
-        try:
-            yield
-        finally:
-            self.counts_as_process = before
+    @property
+    def index(self) -> int:
+        """This rank's sequence group."""
+        return int(self.mesh.get_local_rank(0))
 
     def parallelize(self, model: torch.nn.Module) -> None:
         """Parallelize a model, unless a Trainer with these groups did."""
@@ -130,27 +126,80 @@ class Sequences:
         return ranks[:, 0].flatten(0, 1)
 
 
+def seeding_by_group(size: int) -> tuple[Any, str, Any]:
+    """Return what to set, so that `set_seed(seed, device_specific=True)` seeds the ranks of a group alike."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import random
+
+    def state() -> SimpleNamespace:
+        return SimpleNamespace(process_index=AcceleratorState().process_index // size)
+
+    return random, "AcceleratorState", state
+
+
+@contextlib.contextmanager
+def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes, each of an owner, until this is left."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    for each in values:
+        setattr(*each)
+    try:
+        yield
+    finally:
+        for each in before:
+            setattr(*each)
+
+
 @functools.cache
 def accelerator_class() -> type:
-    """Return the class of accelerators of trainers with sequence groups."""
+    """Return the class of accelerators of trainers with sequence groups: each group is one process."""
     from accelerate import Accelerator
-    from accelerate.utils import recursively_apply
+    from accelerate.utils import operations, recursively_apply
     from transformers.trainer_utils import seed_worker, unwrap_peft_model
+
+    gather, gather_object = operations._gpu_gather, operations._gpu_gather_object
 
     class SequenceAccelerator(Accelerator):  # type: ignore[misc]
         sequences: Sequences
+        counts_groups = False
+
+        @property
+        def num_processes(self) -> int:
+            return self.sequences.replicas if self.counts_groups else int(super().num_processes)
+
+        @property
+        def process_index(self) -> int:
+            return self.sequences.index if self.counts_groups else int(super().process_index)
+
+        def as_groups(self) -> contextlib.AbstractContextManager[None]:
+            """Let each sequence group be one process, also for accelerate's functions that gather.
+
+            Not always: accelerate's own code for FSDP2 asks for the number of the rank.
+            """
+
+            def once(tensor: Any) -> Any:
+                return recursively_apply(self.sequences.one_of_each, gather(tensor))
+
+            def objects_once(values: Any) -> Any:
+                return gather_object([] if self.sequences.mesh.get_local_rank(1) else values)
+
+            return replaced(
+                (self, "counts_groups", True),
+                (operations, "_gpu_gather", once),
+                (operations, "_gpu_gather_object", objects_once),
+            )
 
         def prepare(self, *args: Any, **kwargs: Any) -> Any:
             for each in args:
                 if isinstance(each, torch.nn.Module):
-                    self._parallelize(each)
+                    self.parallelize(each)
             return super().prepare(*args, **kwargs)
 
         def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            self._parallelize(model)
+            self.parallelize(model)
             return super().prepare_model(model, *args, **kwargs)
 
-        def _parallelize(self, model: Any) -> None:
+        def parallelize(self, model: Any) -> None:
             inner = self.unwrap_model(model, keep_torch_compile=False)
             # What generates is the model inside of PEFT's.
             self.sequences.parallelize(unwrap_peft_model(inner))
@@ -159,36 +208,28 @@ def accelerator_class() -> type:
             seeds = data_loader.worker_init_fn
             if isinstance(seeds, functools.partial) and seeds.func is seed_worker:
                 # Workers that mask tokens at random do it alike on the ranks of a sequence group.
-                seeded = functools.partial(seeds, rank=self.sequences.mesh.get_local_rank(0))
-                data_loader.worker_init_fn = seeded
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
+                data_loader.worker_init_fn = functools.partial(seeds, rank=self.sequences.index)
+            with self.as_groups():
+                return super().prepare_data_loader(data_loader, *args, **kwargs)
 
         @property
         def dispatch_batches(self) -> bool:
             """Whether rank 0 reads for all: accelerate cannot give several ranks the same samples then."""
             return False
 
-        @property
-        def num_processes(self) -> int:
-            if self.sequences.counts_as_process:
-                return self.sequences.replicas
-            return int(super().num_processes)
-
-        def _prepare_device_mesh(self) -> Any:
-            return self.sequences.mesh
-
         def gather(self, tensor: Any) -> Any:
-            """Gather what each sequence group has once; so does gather_for_metrics, which calls this."""
-            return recursively_apply(self.sequences.one_of_each, super().gather(tensor))
+            with self.as_groups():
+                return super().gather(tensor)
 
-        def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-            try:
-                recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-            except TypeError:
-                use_gather_object = True
-            if use_gather_object and self.sequences.mesh.get_local_rank(1):
-                input_data = []  # accelerate joins the lists of all ranks
-            return super().gather_for_metrics(input_data, use_gather_object)
+        def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+            with self.as_groups():
+                return super().gather_for_metrics(*args, **kwargs)
+
+        def reduce(self, tensor: Any, reduction: str = "sum", *args: Any, **kwargs: Any) -> Any:
+            total = super().reduce(tensor, reduction, *args, **kwargs)
+            if reduction != "sum":
+                return total
+            return recursively_apply(lambda x: (x / self.sequences.size).to(x.dtype), total)
 
     return SequenceAccelerator
 

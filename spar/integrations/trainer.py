@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,8 @@ from ._trainer import (
     check_dataset,
     check_settings,
     check_versions,
+    replaced,
+    seeding_by_group,
 )
 from ._trainer_check import compare_with_one_process
 
@@ -33,7 +37,8 @@ def install(
     """Let every Trainer that is made from now on shard its sequences over ranks.
 
     Trainers of other libraries that derive from it, too. Call it on all ranks, before the Trainer is made.
-    It replaces `Trainer.__init__`, which makes the trainer a `SequenceParallel`, until `uninstall`.
+    Until `uninstall` it replaces `Trainer.__init__`, which makes the trainer a `SequenceParallel`, and what
+    accelerate's `set_seed(device_specific=True)` reads, which then seeds the ranks of a sequence group alike.
 
     Args:
         sequence_parallel_size: how many ranks share each sequence; it divides the number of ranks. Others
@@ -64,6 +69,7 @@ def install(
         own(self, *args, **kwargs)
 
     replace(Trainer, "__init__", init)
+    replace(*seeding_by_group(sequence_parallel_size))
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
@@ -112,7 +118,8 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
     ) -> None:
         check_versions()
         self._sequence_settings = _checked(sequence_parallel_size, check, options or {})
-        super().__init__(*args, **kwargs)
+        with replaced(seeding_by_group(self._sequence_settings[0])):
+            super().__init__(*args, **kwargs)
 
     # ---- samples ----
 
@@ -124,6 +131,10 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
             return
         check_arguments(self)
         self.sequences.begin(self.accelerator.device)
+        if "trl" in sys.modules:
+            from ._trl import prepare
+
+            prepare(self, check)
         self.accelerator.__class__ = accelerator_class()
         self.accelerator.sequences = self.sequences
         gather = self.accelerator.gather_for_metrics
@@ -136,15 +147,11 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     # ---- counts, which Trainer adds over all ranks ----
 
-    def get_tp_size(self) -> int:
-        """Return the number of ranks that have the same samples, as ranks of tensor parallelism do."""
-        size = self.sequences.size
-        if size == 1:
-            return int(super().get_tp_size())
-        return 1 if self.sequences.counts_as_process else size
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(super().get_total_train_batch_size(args)) // self.sequences.size
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self.sequences.as_processes():  # gather() has each sequence group once
+        with self._as_groups():
             return super()._get_num_items_in_batch(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> float:
@@ -159,6 +166,14 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
             self.model_wrapped = self.model
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super()._prepare_for_training(*args, **kwargs)
+
+    def _as_groups(self) -> contextlib.AbstractContextManager[None]:
+        """Let each sequence group be one process, where a trainer generates, gathers and scales."""
+        return self.accelerator.as_groups() if self.sequences.size > 1 else contextlib.nullcontext()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        with self._as_groups():
+            return super()._prepare_inputs(inputs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, count = super().get_batch_samples(*args, **kwargs)
@@ -181,16 +196,10 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         readers = Trainer.compute_loss, *self.readers_of_loss
         reads_loss = getattr(own, "__func__", None) in readers
         reads_loss = reads_loss and self.label_smoother is None and self.compute_loss_func is None
-        if reads_loss and (not return_outputs or self._is_loss_only):
+        if reads_loss and (self._is_loss_only or not return_outputs):
             views = [state.view for state in states_of(model)]
-        for view in views:
-            view.returns_parts = True
-        try:
-            with self.sequences.as_processes():
-                return own(model, inputs, return_outputs, *args, **kwargs)
-        finally:
-            for view in views:
-                view.returns_parts = False
+        with self._as_groups(), replaced(*((view, "returns_parts", True) for view in views)):
+            return own(model, inputs, return_outputs, *args, **kwargs)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any
@@ -199,8 +208,6 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
         own = super().prediction_step
         readers = Trainer.prediction_step, *self.readers_of_loss
-        self._is_loss_only = prediction_loss_only and getattr(own, "__func__", None) in readers
-        try:
+        reads_loss = prediction_loss_only and getattr(own, "__func__", None) in readers
+        with replaced((self, "_is_loss_only", reads_loss)):
             return own(model, inputs, prediction_loss_only, *args, **kw)
-        finally:
-            self._is_loss_only = False

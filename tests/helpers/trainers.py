@@ -19,7 +19,7 @@ from helpers import llms
 Sample = dict[str, Any]
 VOCABULARY = llms.VOCABULARY
 # What depends on the clock.
-TIMED = ("runtime", "per_second", "preparation_time")
+TIMED = ("runtime", "per_second", "preparation_time", "step_time")
 
 
 class Run(NamedTuple):
@@ -126,21 +126,21 @@ def result(trainer: Any, found: list[Any]) -> Run:
     return Run(logged, parameters, found)
 
 
-def check_same(found: Any, expected: Any, tolerance: float, where: str = "") -> None:
-    """Compare nested results, of which numbers may differ by rounding."""
+def check_same(found: Any, expected: Any, tolerance: float, where: str = "", least: float = 1e-5) -> None:
+    """Compare nested results, of which numbers may differ by rounding, relative to `least` or more."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for name in expected:
-            check_same(found[name], expected[name], tolerance, f"{where} {name}")
+            check_same(found[name], expected[name], tolerance, f"{where} {name}", least)
     elif isinstance(expected, (list, tuple)):
         assert len(found) == len(expected), where
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-            check_same(one, other, tolerance, f"{where}[{i}]")
+            check_same(one, other, tolerance, f"{where}[{i}]", least)
     elif isinstance(expected, (float, np.ndarray, Tensor)):
         one, other = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
         assert one.shape == other.shape, (where, one.shape, other.shape)
         assert torch.equal(one.isnan(), other.isnan()), (where, found, expected)
-        error = (one - other).nan_to_num().abs().max() / other.nan_to_num().abs().max().clamp(min=1e-5)
+        error = (one - other).nan_to_num().abs().max() / other.nan_to_num().abs().max().clamp(min=least)
         assert error < tolerance, (where, float(error), found, expected)
     else:
         assert found == expected, (where, found, expected)

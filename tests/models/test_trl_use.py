@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers with sequence groups in use: work that is shared, seeds, references, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Ranks
+from helpers import trainers, trl_runs
+from helpers.trainers import Run
+from helpers.trl_runs import Case, saved
+from test_trainer import Group, four as four, two as two
+from test_trainer_use import installed
+from test_trl import (
+    CASES,
+    GRPO,
+    LEAST,
+    PRELOAD as PRELOAD,
+    SHORT,
+    TOLERANCE,
+    grpo,
+    pairs,
+    run_ranks,
+    varied,
+)
+
+import spar.integrations.trainer
+from spar._model.model import states_of
+
+# ---- what each rank computes ----
+
+
+def shares(trainer: Any) -> list[Any]:
+    report = trainer.sequences.report
+    outside = [str(each) for each in report.functions if "ChunkedLogProb" in str(each)]
+    return [report.share_of_model < 0.6, outside]
+
+
+@pytest.mark.parametrize("name", ["SFT packed", "DPO"])
+def test_ranks_share_the_head(two: Ranks, name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    for found in two(2, run_ranks, tmp_path, CASES[name] | {"then": shares}, 2):
+        assert found.found == [True, []]
+
+
+# ---- references that are computed before training ----
+
+
+def on_disk(folder: Path, kind: str, world: int) -> None:
+    """Write datasets, beside which TRL writes its reference's log-probabilities."""
+    make = pairs if kind == "DPO" else trl_runs.judged
+    for name, count, seed in (("train", 12, 0), ("evaluated", 4, 50)):
+        make(count, seed).save_to_disk(folder / f"{kind} {world} {name}")
+
+
+def precomputed(folder: Path, kind: str, world: int) -> Run:
+    import datasets
+
+    def load(count: int, seed: int) -> Any:
+        return datasets.load_from_disk(str(folder / f"{kind} {world} {'evaluated' if seed else 'train'}"))
+
+    options = {"precompute_ref_log_probs": True}
+    return trl_runs.run(folder, {"kind": kind, "data": load, "arguments": options})
+
+
+def precomputed_on_ranks(
+    rank: int, world: int, group: Group, folder: Path, kind: str
+) -> tuple[Run, list[bool]]:
+    """Return a run, and whether each model was sharded that computed log-probabilities of the reference."""
+    import trl
+
+    trainer, sharded = getattr(trl, f"{kind}Trainer"), []
+    own = trainer.compute_ref_log_probs
+
+    def watched(self: Any, model: Any, batch: Any) -> Any:
+        sharded.append(bool(states_of(model)))
+        return own(self, model, batch)
+
+    with installed(rank, world, 2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compute_ref_log_probs", watched)
+        return precomputed(folder, kind, world), sharded
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_precomputed_references(two: Ranks, kind: str, tmp_path: Path) -> None:
+    for world in (1, 2):
+        on_disk(tmp_path, kind, world)
+    expected = precomputed(tmp_path, kind, 1)
+    for found, sharded in two(2, precomputed_on_ranks, tmp_path, kind):
+        assert sharded and all(sharded)
+        trainers.check_same(found, expected, TOLERANCE, least=LEAST)
+
+
+# ---- seeds, and a mixin in place of install ----
+
+
+def mixed_on_ranks(rank: int, world: int, group: Group, folder: Path) -> tuple[Run, list[int]]:
+    """Return a run of a class that derives from the mixin, and the numbers that are drawn by each seed."""
+    import trl
+    from accelerate.utils import set_seed
+
+    trainers.as_launched(rank, world)
+    base = trl.GRPOTrainer
+    kind = type("Mixed", (spar.integrations.trainer.SequenceParallel, base), {})
+    trl.GRPOTrainer = lambda *args, **kwargs: kind(*args, sequence_parallel_size=2, **kwargs)
+    try:
+        found = trl_runs.run(folder, grpo())
+    finally:
+        trl.GRPOTrainer = base
+    drawn = []
+    for size in (1, 2):
+        with installed(rank, world, size):
+            set_seed(5, device_specific=True)
+        drawn.append(int(torch.randint(10**9, ())))
+    return found, drawn
+
+
+def test_mixin_and_seeds(four: Ranks, two: Ranks, tmp_path: Path) -> None:
+    saved(tmp_path)
+    expected = two(2, run_ranks, tmp_path, grpo(), 1)
+    found = four(4, mixed_on_ranks, tmp_path)
+    for rank, (run, _) in enumerate(found):
+        trainers.check_same(run, expected[rank // 2], TOLERANCE, least=LEAST)
+    by_rank, by_group = zip(*[drawn for _, drawn in found], strict=True)
+    assert len(set(by_rank)) == 4
+    assert by_group == (by_rank[0], by_rank[0], by_rank[1], by_rank[1])
+
+
+# ---- what is refused ----
+
+
+REFUSED: dict[str, Case] = {
+    "use_vllm is True; with sequence parallelism expected False": {"use_vllm": True},
+    "use_transformers_continuous_batching is True": {"use_transformers_continuous_batching": True},
+    r"generation x 1 sequence groups is 8; must be divisible by the number of generations, 16": {
+        "num_generations": 16,
+        "eval_strategy": "no",
+    },
+    "per_device_eval_batch_size x 1 sequence groups is 4; must be divisible by .* 8": {
+        "num_generations_eval": 8
+    },
+}
+
+
+def no_rollout(prompts: Any, trainer: Any) -> Any:
+    raise AssertionError("it was called")
+
+
+def refuse_on_ranks(rank: int, world: int, group: Group, folder: Path) -> None:
+    import importlib.metadata
+
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    def refused(message: str, case: Case, **options: Any) -> None:
+        error: Any = ImportError if "trl 1" in message else ValueError
+        with installed(rank, world, 2, **options), pytest.raises(error, match=message):
+            trl_runs.run(folder, case)
+
+    for message, changes in REFUSED.items():
+        refused(message, GRPO | {"arguments": SHORT | changes})
+    refused("rollout_func is given", grpo(trainer=with_rollout))
+    refused("check is True; .* expected False for a trainer that generates", grpo(), check=True)
+    version = importlib.metadata.version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            importlib.metadata, "version", lambda name: "1.17.0" if name == "trl" else version(name)
+        )
+        refused(r"trl 1.17.0 is installed; expected 1.16.\*", CASES["SFT"])
+    with (
+        installed(rank, world, 2),
+        pytest.raises(ValueError, match="CPOTrainer of TRL was not tested; expected SFTTrainer, Rew"),
+    ):
+        options = CPOConfig(str(folder / "out"), **trl_runs.EXACT)
+        CPOTrainer(saved(folder), options, train_dataset=pairs(4, 0), processing_class=trl_runs.tokenizer())
+
+
+def with_rollout(folder: Path) -> Case:
+    return varied(folder) | {"rollout_func": no_rollout}
+
+
+def test_refused(two: Ranks, tmp_path: Path) -> None:
+    saved(tmp_path)
+    two(2, refuse_on_ranks, tmp_path)
