@@ -43,7 +43,8 @@ def _check_generation(trainer: Any, checks_step: bool) -> None:
             "use_transformers_continuous_batching is True",
             "False: the ranks generate by the sharded model",
         ),
-        (getattr(trainer, "tools", None), "tools are given", "none, nor an environment_factory"),
+        (getattr(trainer, "tools", None), "tools are given", "none"),
+        (getattr(trainer, "environment_factories", None), "environment_factory is given", "None"),
         (getattr(trainer, "rollout_func", None), "rollout_func is given", "None"),
         (checks_step, "check is True", "False for a trainer that generates: it counts its steps"),
     )

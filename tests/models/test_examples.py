@@ -14,7 +14,7 @@ from helpers import diffusion, llms
 from helpers.launched import launch
 
 PRELOAD = [*llms.PRELOAD, "transformers.models.qwen3.modeling_qwen3", "torch.distributed.fsdp"]
-PRELOAD += diffusion.PRELOAD
+PRELOAD += [*diffusion.PRELOAD, "trl.trainer.grpo_trainer"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -51,6 +51,10 @@ def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: 
 @pytest.mark.parametrize("arguments", [[], ["--packed"]], ids=str)
 def test_trainer_proves(arguments: list[str], tmp_path: Path) -> None:
     check(tmp_path, 2, "trainer.py", arguments, "proved: Trainer learns the same over 2 ranks")
+
+
+def test_grpo_proves(tmp_path: Path) -> None:
+    check(tmp_path, 2, "grpo.py", [], "proved: GRPO of TRL learns the same over 2 ranks")
 
 
 def test_diffusion_proves(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from helpers import trainers, trl_runs
 from helpers.trainers import Run
 from helpers.trl_runs import Case, saved
 from test_trainer import Group, four as four, two as two
-from test_trainer_use import installed
+from test_trainer_use import FSDP2, installed, sharding_on_cpus
 from test_trl import (
     CASES,
     GRPO,
@@ -91,6 +91,21 @@ def test_precomputed_references(two: Ranks, kind: str, tmp_path: Path) -> None:
     expected = precomputed(tmp_path, kind, 1)
     for found, sharded in two(2, precomputed_on_ranks, tmp_path, kind):
         assert sharded and all(sharded)
+        trainers.check_same(found, expected, TOLERANCE, least=LEAST)
+
+
+# ---- sharded parameters ----
+
+
+def sharded_on_ranks(rank: int, world: int, group: Group, folder: Path, case: Case) -> Run:
+    with installed(rank, world, 2), sharding_on_cpus():
+        return trl_runs.run(folder, case | {"arguments": case["arguments"] | FSDP2})
+
+
+@pytest.mark.parametrize("name", ["SFT packed", "GRPO"])
+def test_parameters_that_fsdp2_shards(two: Ranks, name: str, tmp_path: Path) -> None:
+    expected = trl_runs.run(tmp_path, CASES[name])
+    for found in two(2, sharded_on_ranks, tmp_path, CASES[name]):
         trainers.check_same(found, expected, TOLERANCE, least=LEAST)
 
 
