@@ -58,11 +58,11 @@ def texts(count: int, seed: int, least: int = 4, most: int = 20) -> list[str]:
     return ["".join(CHARACTERS[i] for i in each) for each in every]
 
 
-def rows(count: int, seed: int, **columns: int) -> Any:
-    """Return a dataset of random texts; columns: the most characters of each."""
+def rows(count: int, seed: int, least: int = 4, **columns: int) -> Any:
+    """Return a dataset of random texts; columns: the most characters of each; least: the fewest of all."""
     import datasets
 
-    found = {name: texts(count, seed + i, most=most) for i, (name, most) in enumerate(columns.items())}
+    found = {name: texts(count, seed + i, least, most) for i, (name, most) in enumerate(columns.items())}
     return datasets.Dataset.from_dict(found)
 
 

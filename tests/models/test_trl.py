@@ -35,7 +35,7 @@ def pairs(count: int, seed: int) -> Any:
 
 
 def prompts(count: int, seed: int) -> Any:
-    return rows(count, seed, prompt=12)
+    return rows(count, seed, least=12, prompt=24)  # more tokens than a batch has samples
 
 
 def adapted(folder: Path) -> Case:
