@@ -125,9 +125,11 @@ class SequenceParallel(_Strategy):  # type: ignore[misc]
 
         self.reports = {}
         for name, model in self._models().items():
-            if not states_of(model):
-                self._parallelized.append(model)
+            model = getattr(model, "_orig_mod", model)  # of torch.compile
+            is_own = not states_of(model)
             self.sequences.parallelize(model)
+            if is_own:
+                self._parallelized.append(model)
             self.reports[name] = self.sequences.report
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:

@@ -101,7 +101,7 @@ def test_mistakes_are_errors_that_say_what_to_pass(results: list[dict[str, Resul
     expected = {
         "size": "sequence_parallel_size is 3; must divide the number of ranks, 4",
         "no int": "sequence_parallel_size is '2'; expected an int from 1",
-        "models": "models has 'modle'; expected names of modules of Module, such as model, tokens",
+        "models": "models has 'encoder2'; expected names of modules of Module, such as model, tokens",
         "options": "outputs is 'parts'; expected none, as a trainer's batches and outputs are whole",
         "base": "Single derives from other strategies; expected one of DDPStrategy, ModelParallelStrategy",
         "tensor parallel": "tensor_parallel_size is 2; expected 1, and data_parallel_size=4: all ranks",
@@ -111,11 +111,33 @@ def test_mistakes_are_errors_that_say_what_to_pass(results: list[dict[str, Resul
     assert all(each["refusals"] == expected for each in results)
 
 
-def test_the_strategy_is_of_the_lightning_that_is_imported() -> None:
-    code = (
-        "import sys, pytorch_lightning as pl, spar.integrations.lightning as plug;"
-        "assert issubclass(plug.SequenceParallelStrategy, pl.strategies.DDPStrategy);"
-        "assert 'lightning.pytorch' not in sys.modules"
-    )
+FORMER_NAME = """
+import sys
+import pytorch_lightning as pl, torch
+import spar.integrations.lightning as plug
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.model = torch.compile(torch.nn.TransformerEncoder(layer, 1), backend="eager")
+
+    def predict_step(self, batch, index):
+        assert vars(self.model._orig_mod).get("forward") is not None
+        return self.model(batch)
+
+strategy = plug.SequenceParallelStrategy(1)
+assert isinstance(strategy, pl.strategies.DDPStrategy)
+quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+trainer, module = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **quiet), Module()
+assert trainer.predict(module, torch.ones(1, 1, 4, 8))[0].shape == (1, 4, 8)
+assert [*strategy.reports] == ["model"] and "forward" not in vars(module.model._orig_mod)
+assert "lightning.pytorch" not in sys.modules
+"""
+
+
+def test_former_name_of_the_package_and_a_compiled_model(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "build/trainers/lightning"), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    command = [sys.executable, "-c", FORMER_NAME]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr

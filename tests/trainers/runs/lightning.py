@@ -268,7 +268,7 @@ def refusals() -> dict[str, Any]:
     made = {
         "size": lambda: SequenceParallelStrategy(3),
         "no int": lambda: SequenceParallelStrategy("2"),
-        "models": lambda: SequenceParallelStrategy(2, models="modle"),
+        "models": lambda: SequenceParallelStrategy(2, models="encoder2"),
         "options": lambda: SequenceParallelStrategy(2, options={"outputs": "parts"}),
         "base": lambda: Single(2),
         "tensor parallel": lambda: FSDP2(2, data_parallel_size=WORLD // 2, tensor_parallel_size=2),
