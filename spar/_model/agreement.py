@@ -49,7 +49,8 @@ _ADVICE = (
 
 OTHER_PARAMETERS = (
     "expected the same parameters on all ranks: load or broadcast them on all, and average the gradients "
-    "over the sequence group too, as DDP or FSDP2 over its ranks does. Mark those that are to differ: "
+    "over the sequence group too, as DDP or FSDP2 over its ranks does. Divide parameters over ranks of one "
+    "mesh with the sequence's, which ascend in each dim. Mark those that are to differ: "
     "parameter.allreduce = False"
 )
 OTHER_CODE = (
@@ -126,7 +127,7 @@ class Agreement:
         ints: list[Tensor] = []
         floats: list[Tensor] = []
         compares = always or self._forwards & (self._forwards - 1) == 0
-        listed = compared(self.model) if compares else []
+        listed = compared(self.model, self.group) if compares else []
         hashed = prefixes(listed, torch.device("cpu"))[-1].item() if listed else 0
         for name, x in itertools.islice(_leaves(inputs), _MOST_LEAVES):
             if isinstance(x, _SCALARS):
@@ -198,7 +199,7 @@ class Agreement:
         return "the ranks have other inputs"
 
     def _other_parameter(self) -> str:
-        listed = compared(self.model)
+        listed = compared(self.model, self.group)
         own = prefixes(listed, torch.device("cpu"))[:_MOST_PARAMETERS]
         rows = self._gathered(torch.nn.functional.pad(own, (0, _MOST_PARAMETERS - len(own))))
         for at, name in enumerate(names_of(listed)[:_MOST_PARAMETERS]):

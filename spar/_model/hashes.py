@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .groups import is_apart
+
 _MOST, _MOST_FLOATS = 2**20, 2**14  # items of a tensor that are read
 _SAMPLES = 8  # items of each parameter
 
@@ -64,11 +66,12 @@ def _signs(items: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 # ---- parameters ----
 
 
-def compared(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters that are to be the same on all ranks, with their names.
+def compared(model: nn.Module, group: Any) -> list[tuple[str, Tensor]]:
+    """Return the parameters that are to be the same on all ranks of a sequence, with their names.
 
-    These are plain ones and replicated DTensors. Not those that ranks divide: FSDP's, and those that are
-    marked as Megatron and DeepSpeed mark experts (`allreduce=False`) and layers (`tensor_model_parallel`).
+    These are plain ones, replicated DTensors, and the local shards of those that other ranks divide. Not
+    those that the group's ranks divide: FSDP's, and those that are marked as Megatron and DeepSpeed mark
+    experts (`allreduce=False`) and layers (`tensor_model_parallel`).
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return []
@@ -78,7 +81,8 @@ def compared(model: nn.Module) -> list[tuple[str, Tensor]]:
         if not getattr(p, "allreduce", True) or getattr(p, "tensor_model_parallel", False):
             continue
         placements = getattr(p, "placements", None)  # A DTensor has placements.
-        if placements is not None and all(each.is_replicate() for each in placements):
+        is_whole = placements is not None and all(each.is_replicate() for each in placements)
+        if is_whole or (placements is not None and is_apart(group, p.device_mesh.mesh.flatten().tolist())):
             found.append((name, p._local_tensor))
         elif type(p) is nn.Parameter and p.layout is torch.strided:
             found.append((name, p))

@@ -318,6 +318,18 @@ def input_over_cp() -> None:
     forward(model, distribute_tensor(torch.zeros(2, 12, 16), cp, [Shard(1)]))
 
 
+def averaged_over_dp() -> None:
+    """No parameter is whole when a forward begins: each rank has a shard of dp's."""
+    mesh, model = mesh_of("dp", "cp"), decoder()
+    spar.parallelize(model, mesh["cp"])
+    for module in (model.embedding, *model.layers, model.norm, model.head, model):
+        fully_shard(module, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(*batch(LENGTH)).backward()
+        optimizer.step()
+
+
 def nested(outer_first: bool) -> None:
     mesh, model = mesh_of("a", "b"), decoder()
     targets = [(model, "a", None), (model.layers[0], "b", [""])]
@@ -343,18 +355,22 @@ def beside_torchs() -> None:
 OVER = r"DTensor.from_local at .* is over ranks that share a sequence; take a mesh of other ranks"
 TAKEN = r"parallelize: the model's module .* is parallelized already, itself or as a part of another model"
 PLACES = r"from_local at .* is over ranks with other tokens: rank \d part \d of 2, rank \d part \d of 2; let"
+DRIFTED = (
+    r"the parameter .* is another value on rank 1 than on rank 0; .* average .*, which ascend in each dim"
+)
 REFUSED: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
     "layers over cp": (lambda: same_ranks("layers"), RuntimeError, OVER),
     "a vocabulary over cp": (vocabulary_over_cp, RuntimeError, OVER),
     "sequences over cp": (lambda: same_ranks("sequence"), RuntimeError, OVER),
     "other places": (lambda: other_places(crossed), RuntimeError, PLACES),
-    "a mesh in another order": (lambda: other_places(descending), RuntimeError, PLACES),
+    "a mesh in another order": (lambda: other_places(descending), ValueError, DRIFTED),
     "local outputs": (local_outputs, RuntimeError, r"divides dim 1, .* by use_local_output=False"),
     "an input": (
         input_over_cp,
         ValueError,
         r"an input is a DTensor \[2, 12, 16\] over ranks .*; pass its full",
     ),
+    "an average over dp alone": (averaged_over_dp, ValueError, DRIFTED),
     "a block and its model": (lambda: nested(False), ValueError, TAKEN),
     "a model and its block": (lambda: nested(True), ValueError, TAKEN),
     "a module in a block": (
