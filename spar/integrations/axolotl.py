@@ -61,12 +61,11 @@ class SequenceParallelPlugin(BasePlugin):  # type: ignore[misc]
         if (size or 1) == 1:
             return
         for name in _REFUSED:
-            if cfg.get(name) not in (None, False, 0, 1):
+            value = cfg.get(name)
+            if value and (value is True or value != 1):  # a size of 1 divides nothing
                 raise ValueError(
-                    f"{WHERE}: {name} is {cfg.get(name)!r:.200}; with sequence_parallel_size expected none"
+                    f"{WHERE}: {name} is {value!r:.200}; with sequence_parallel_size leave it out"
                 )
-            if cfg.get(name) is True:
-                raise ValueError(f"{WHERE}: {name} is True; with sequence_parallel_size expected false")
         for name in _KERNELS:
             cfg[name] = False
 
@@ -91,6 +90,7 @@ class SequenceParallelPlugin(BasePlugin):  # type: ignore[misc]
         if cfg.sequence_parallel_size:
             options = {"layout": cfg.sequence_parallel_layout, "method": cfg.sequence_parallel_method}
             check = cfg.sequence_parallel_check
+            integration.uninstall()  # that of a trainer which could not be made
             integration.install(cfg.sequence_parallel_size, check=check, mixin=_SequenceParallel, **options)
         return []
 

@@ -6,13 +6,26 @@ from __future__ import annotations
 from conftest import Launch
 from helpers import trainers
 
+# Of the configurations that the script has, of which the last is right.
+PROBLEMS = [
+    "sequence_parallel_size is None",
+    "sequence_parallel_size is '2'",
+    "context_parallel_size is 2",
+    "lora_mlp_kernel is True",
+    "attn_implementation is 'flash_attention_2'",
+    "",
+]
+
 
 def test_axolotl_trains_as_one_process(launch: Launch) -> None:
     """4 ranks: one sequence group of 4, and 2 groups of 2, which accumulate half as many batches."""
-    (expected,) = launch("axolotl", 1, "padded,0,4", "packed,0,4", "LoRA,0,4")
+    ((expected, refused),) = launch("axolotl", 1, "padded,0,4", "packed,0,4", "LoRA,0,4")
     found = launch("axolotl", 4, "padded,4,4", "packed,2,2", "LoRA,2,2")
-    for each in found:
+    for each, _ in found:
         for one, other in zip(each, expected, strict=True):
             assert one.pop("share") < 0.8
             other.pop("share", None)
             trainers.check_same(one, other, 1e-4)
+    for message, problem in zip(refused, PROBLEMS, strict=True):
+        assert message.startswith(f"integrations.axolotl: {problem}; " if problem else ""), message
+        assert bool(message) == bool(problem), message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of axolotl by its own entry point: torchrun axolotl.py FOLDER CASE,SIZE,ACCUMULATED..."""
+"""Runs of `axolotl train`: torchrun --module trainers.runs.axolotl FOLDER CASE,SIZE,ACCUMULATED..."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ missing.replace("bitsandbytes", "evaluate", "fastcore", "fire", "numba", "postho
 import axolotl.cli.config  # noqa: E402
 import axolotl.cli.train  # noqa: E402
 import axolotl.train  # noqa: E402
+from axolotl.integrations.base import PluginManager  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -33,6 +34,16 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"sample_packing": True, "eval_sample_packing": True, "curriculum_sampling": True},
     "LoRA": {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True},
 }
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"sequence_parallel_size": None},
+    {"sequence_parallel_size": "2"},
+    {"context_parallel_size": 2},
+    {"lora_mlp_kernel": True},
+    {"attn_implementation": "flash_attention_2"},
+    {},
+]
 
 
 def write_model(folder: Path) -> None:
@@ -102,7 +113,7 @@ def run(folder: Path, rank: int, case: str, size: int, accumulated: int) -> dict
     while not path.exists():
         time.sleep(0.01)
     cfg = axolotl.cli.config.load_cfg(str(path))
-    cfg.dataset_num_proc = None  # processes would import all of this again
+    cfg.dataset_num_proc = None  # other processes would import all of this again
     cfg.device_map = None  # axolotl's is a GPU for each rank
     found: dict[str, Any] = {}
     train = axolotl.train.execute_training
@@ -129,21 +140,33 @@ def run(folder: Path, rank: int, case: str, size: int, accumulated: int) -> dict
     return found
 
 
+def refusal(folder: Path, change: dict[str, Any]) -> str:
+    """Return the message of a configuration that is refused."""
+    path = folder / "refused.yml"
+    path.write_text(yaml.safe_dump(configuration(folder, 2, 1) | change))
+    try:
+        PluginManager.get_instance().pre_model_load(axolotl.cli.config.load_cfg(str(path)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path, rank: int, runs: list[str]) -> None:
     if rank == 0:
         write_model(folder / "model")
         write_samples(folder / "train.jsonl", 24, 0)
         write_samples(folder / "eval.jsonl", 20, 1)
     save = Dataset.save_to_disk
-    Dataset.save_to_disk = lambda data, *args, num_proc, **options: save(
-        data, *args, **options
-    )  # in this process
+    # In this process: others would import all of this again.
+    Dataset.save_to_disk = lambda data, path, num_proc, **options: save(data, path, **options)
     cleanup = axolotl.train.cleanup_distributed
     axolotl.train.cleanup_distributed = lambda: None  # the next run has the same process group
     found = [
         run(folder, rank, case, int(size), int(n)) for case, size, n in (each.split(",") for each in runs)
     ]
-    torch.save(found, folder / f"{rank}.pt")
+    checks = REFUSED if os.environ["WORLD_SIZE"] == "1" else []
+    refused = [refusal(folder, change) for change in checks]
+    torch.save((found, refused), folder / f"{rank}.pt")
     cleanup()
 
 
