@@ -42,7 +42,8 @@ from .part import Parts, has_part, part_of
 from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
-from .view import SpansRead, View, current_view, eagerly, without_view
+from .spans_mask import SpansRead
+from .view import View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
 _METHODS = (None, "ulysses", "gather", "ring", "hybrid")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from .._attention.spans import Spans
 from .nested import changed
 
 _aten = torch.ops.aten
+
+
+@dataclass
+class SpansRead:
+    """What layers made of the caller's spans in a forward.
+
+    Attributes:
+        masks: how many masks layers asked for.
+        along: how many functions without attention ran along their tree.
+        layers: how many layers without attention the model has, if the spans have a tree.
+    """
+
+    masks: int = 0
+    along: int = 0
+    layers: int = 0
 
 
 class _Elements:

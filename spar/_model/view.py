@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, is_uneven, mark, part_of, whole_shape
 from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
+from .spans_mask import SpansRead
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
@@ -51,21 +51,6 @@ BackendOf = Callable[[torch.nn.Module], Any]
 
 def eagerly(block: torch.nn.Module) -> None:
     """Say that a block is not compiled."""
-
-
-@dataclass
-class SpansRead:
-    """What layers made of the caller's spans in a forward.
-
-    Attributes:
-        masks: how many masks layers asked for.
-        along: how many functions without attention ran along their tree.
-        layers: how many layers without attention the model has, if the spans have a tree.
-    """
-
-    masks: int = 0
-    along: int = 0
-    layers: int = 0
 
 
 class View(Mode, TorchFunctionMode):
