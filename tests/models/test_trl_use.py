@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from test_trl import (
 
 import spar.integrations.trainer
 from spar._model.model import states_of
+from spar.integrations import _trl
 
 # ---- what each rank computes ----
 
@@ -199,3 +201,17 @@ def with_rollout(folder: Path) -> Case:
 def test_refused(two: Ranks, tmp_path: Path) -> None:
     saved(tmp_path)
     two(2, refuse_on_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tools", [no_rollout], "tools are given; .* expected none"),
+        ("environment_factories", {None: no_rollout}, "environment_factory is given; .* expected None"),
+    ],
+)
+def test_refused_tools_and_environments(name: str, value: Any, message: str) -> None:
+    """Of a stand-in: TRL takes them only with a tokenizer of a chat that calls tools."""
+    arguments = SimpleNamespace(use_vllm=False, use_transformers_continuous_batching=False)
+    with pytest.raises(ValueError, match=message):
+        _trl._check_generation(SimpleNamespace(args=arguments, **{name: value}), False)
