@@ -16,6 +16,7 @@ from .._model.model import states_of
 from ..loss import mean_loss
 from ..ops.token_logprobs import token_logprobs
 from ..sequence_layout import SequenceLayout
+from ._documents import check_documents
 from ._parallelize import parallelize
 
 __all__ = ["install", "uninstall"]
@@ -92,9 +93,10 @@ def _loss(model: Any, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> to
     inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if torch.is_tensor(x)}
     labels, weights = inputs.pop("labels"), inputs.pop("loss_weights")
     if "attention_mask" in inputs and inputs["attention_mask"].all():
-        del inputs[
-            "attention_mask"
-        ]  # position_ids say then which documents there are, as for flash attention
+        # position_ids say which documents there are, as for flash attention.
+        del inputs["attention_mask"]
+        if "position_ids" in inputs and (inputs["position_ids"].diff() < 0).any():
+            check_documents(states[0].model, WHERE)
     samples, tokens = labels.shape
     if tokens < max(samples, group.size()):  # then logits are whole, or other ranks have other samples
         raise ValueError(

@@ -17,6 +17,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from ..sequence_layout import SequenceLayout
+from ._documents import check_documents
 from ._parallelize import parallelize
 
 __all__ = ["SequenceParallelEngine", "SequenceParallelValueEngine"]
@@ -39,7 +40,6 @@ class _SequenceParallel:
     # What verl's engine has.
     engine_config: Any
     model_config: Any
-    module: Any
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: Any
 
@@ -71,6 +71,7 @@ class _SequenceParallel:
                 f"{WHERE}: the critic is a {type(module).__name__}; with sequence parallelism expected a "
                 "model for token classification"
             )
+        check_documents(module, WHERE)
         if "flash" in module.config._attn_implementation:
             module.set_attn_implementation("sdpa")  # of which spar.attention takes the place
         return module

@@ -17,6 +17,7 @@ REFUSALS = [
     "use_liger is True",
     "qat.enable is True",
     "the model has a vision_config",
+    "GptOssForCausalLM passes no position_ids to its masks, and packed samples would attend to each other",
     "use_remove_padding is False",
     "distillation_use_topk is True",
 ]

@@ -14,10 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-
-sys.path.pop(0)  # the folder of this file, which has the package's name
-
+import torch.distributed as dist
 from llamafactory.v1.accelerator.interface import DistributedInterface, DistributedStrategy
 from llamafactory.v1.config import BatchingStrategy, TrainingArguments
 from llamafactory.v1.core.utils.rendering import Renderer
@@ -28,8 +25,10 @@ from llamafactory.v1.plugins.model_plugins.parallelization.sequence_parallel imp
 from llamafactory.v1.trainers.sft_trainer import SFTTrainer
 from llamafactory.v1.utils.callbacks import TrainerCallback
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+import spar
 import spar.integrations.llamafactory as plug
 
 torch.accelerator.synchronize = lambda: None  # which the trainer calls in each step: here is none
@@ -124,7 +123,7 @@ def train(
     return {"losses": logged.losses, "norms": logged.norms, "weights": weights}
 
 
-def checks(model: Any) -> list[str]:
+def checks(model: Any) -> list[Any]:
     """Return what holds of the plug, whose trainer ran. model: one that is not parallelized."""
     own, found = plug._own_losses[0], []
     with mock.patch.object(DistributedInterface, "get_group", return_value=None):
@@ -132,6 +131,16 @@ def checks(model: Any) -> list[str]:
             SequenceParallelModelPlugin("spar")(model, {"cp_size": 2})
         except ValueError as error:
             found.append(str(error))
+    # Its masks do not find documents.
+    opt = OPTForCausalLM(OPTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3))
+    spar.parallelize(opt, dist.group.WORLD, outputs="parts")
+    ones = torch.ones(1, 8, dtype=torch.int64)
+    packed = dict.fromkeys(("input_ids", "attention_mask", "labels", "loss_weights"), ones)
+    try:
+        loss_of = SequenceParallelLossPlugin("sequence_parallel_loss")
+        loss_of(opt, packed | {"position_ids": torch.arange(8)[None] % 5})
+    except ValueError as error:
+        found.append(str(error))
     with mock.patch.object(plug, "_own_losses", [lambda *given: given]):
         found.append(SequenceParallelLossPlugin("sequence_parallel_loss")(model, {}) == (model, {}))
     plug.uninstall()

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-sys.path.pop(0)  # the folder of this file, which has the package's name
 warnings.filterwarnings("ignore", ".* engine is not available")
 
 
@@ -44,7 +43,13 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.append(Absent())
 
 import verl.utils.model  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification  # noqa: E402
+from transformers import (  # noqa: E402
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+)
 from verl.plugin.platform import PlatformBase, set_platform  # noqa: E402
 
 # verl knows accelerators alone: this is a platform of CPUs.
@@ -182,6 +187,12 @@ def refusals(folder: Path) -> list[str]:
     model, found = functools.partial(model_of, folder), []
     with_images = model()
     with_images.hf_config.vision_config = {}
+    path = folder / f"gpt-oss-{dist.get_rank()}"
+    sizes = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "num_local_experts": 2}
+    GptOssForCausalLM(GptOssConfig(vocab_size=64, **sizes)).save_pretrained(path)
+    eager = {"attn_implementation": "eager"}
+    without_documents = HFModelConfig(path=str(path), load_tokenizer=False, override_config=eager)
 
     def of_batch(**options: Any) -> None:
         engine = engine_of(model(), 2)
@@ -193,6 +204,7 @@ def refusals(folder: Path) -> list[str]:
         lambda: engine_of(model(use_liger=True), 2),
         lambda: engine_of(model(), 2, qat=QATEngineConfig(enable=True)),
         lambda: engine_of(with_images, 2),
+        lambda: engine_of(without_documents, 2).initialize(),
         lambda: of_batch(use_remove_padding=False),
         lambda: of_batch(distillation_use_topk=True),
     ):
