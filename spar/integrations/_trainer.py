@@ -43,8 +43,9 @@ def check_version(name: str, oldest: tuple[int, int], newest: tuple[int, int]) -
     if version is None or not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
         found = "is not" if version is None else f"{version} is"
         first, last, end = (".".join(map(str, x)) for x in (oldest, newest, (newest[0], newest[1] + 1)))
+        expected = first if oldest == newest else f"{first} to {last}"
         raise ImportError(
-            f"{WHERE}: {name} {found} installed; expected {first} to {last}, with which this was tested: "
+            f"{WHERE}: {name} {found} installed; expected {expected}, with which this was tested: "
             f"pip install '{name}>={first},<{end}'"
         )
 

@@ -185,7 +185,7 @@ def refuse_on_ranks(rank: int, world: int, group: Group, folder: Path) -> None:
         patch.setattr(
             importlib.metadata, "version", lambda name: "1.17.0" if name == "trl" else version(name)
         )
-        refused(r"trl 1.17.0 is installed; expected 1.16.\*", CASES["SFT"])
+        refused(r"trl 1.17.0 is installed; expected 1.16, with", CASES["SFT"])
     with (
         installed(rank, world, 2),
         pytest.raises(ValueError, match="CPOTrainer of TRL was not tested; expected SFTTrainer, Rew"),
