@@ -41,6 +41,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(Absent())
+sys.modules["trl"] = None  # type: ignore[assignment] # another version than verl's is installed
 
 import verl.utils.model  # noqa: E402
 from transformers import (  # noqa: E402
