@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     view: View
     part: Part
     layout: SequenceLayout
-    tree: Tree | None
+    tree: Tree | None = None
 
     @property
     def world(self) -> int:
@@ -126,7 +126,7 @@ def tokens_of(view: View, dim: int, tensors: Sequence[Tensor], *others: Any) -> 
         return None
     mask = part.parts.mask
     if not isinstance(mask, SpansOfTree) or part.lengths != (mask.tree.layout.total,):
-        return Tokens(view, part, view.parts.layout(part.lengths), None)
+        return Tokens(view, part, view.parts.layout(part.lengths))
     view.spans_read.along += 1
     return Tokens(view, part, mask.tree.layout, mask.tree)
 
