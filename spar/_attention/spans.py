@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -223,7 +223,8 @@ class Spans:
             torch.broadcast_tensors(a[..., :, None], b[..., None, :]) for a, b in zip(one, two, strict=True)
         ]
         first, end = torch.maximum(*pairs[0]), torch.minimum(*pairs[1])
-        return Spans(torch.stack([first, torch.maximum(first, end)], -1).flatten(3), self.keys)
+        made = Spans(torch.stack([first, torch.maximum(first, end)], -1).flatten(3), self.keys)
+        return made._laid_out(self, other)
 
     @_with_values
     def __or__(self, other: Spans) -> Spans:
@@ -231,7 +232,16 @@ class Spans:
         one, two = self._pair(other)
         shape = torch.broadcast_shapes(one[0].shape[:3], two[0].shape[:3])
         both = [torch.cat([x.expand(*shape, -1) for x in pair], -1) for pair in zip(one, two, strict=True)]
-        return Spans(torch.stack(both, -1).flatten(3), self.keys)
+        return Spans(torch.stack(both, -1).flatten(3), self.keys)._laid_out(self, other)
+
+    def _laid_out(self, *others: Spans) -> Spans:
+        """Take the layout of the spans of which these were made, which must not be two."""
+        layouts = {id(x.layout): x.layout for x in others if x.layout is not None}
+        if len(layouts) > 1:
+            raise ValueError(f"Spans: combined are those of two trees, {[*others]}; expected one tree")
+        if layouts:
+            (self.layout,) = layouts.values()
+        return self
 
     def _pair(self, other: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the first keys and the ends, [B, H, S, n], of both."""
@@ -289,7 +299,13 @@ class Spans:
         """Return these spans on a device: for the booleans of blocks that are computed there."""
         if self.ends.device == torch.device(device):
             return self
-        return self.remember(("on", str(device)), lambda: Spans(self.ends.to(device), self.keys))
+        return self.remember(("on", str(device)), lambda: self._with_ends(self.ends.to(device)))
+
+    def _with_ends(self, ends: Tensor) -> Spans:
+        """Return spans with these ends, which say the same on another device."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self) | {"ends": ends, "_made": {}})
+        return made
 
     @property
     def digest(self) -> int:
@@ -300,6 +316,14 @@ class Spans:
         raise TypeError(
             f"{self}: the model's code reads its mask as a tensor; expected a model that makes masks of it"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"Spans has no attribute {name!r}; if a model's code reads its mask as a tensor, expected a "
+                'model under spar.parallelize, which makes masks of Spans, and attn_implementation="sdpa"'
+            )
 
     # transformers counts the tokens of padding on the left of a mask where it makes chunks: there are none.
 

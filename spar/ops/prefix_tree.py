@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from .tree_cut import cut_by_work
 _NAME = "PrefixTree"
 _IGNORED = -100  # the label of a token that has no next one
 LayoutOf = Callable[["Tree"], SequenceLayout]
+Result = TypeVar("Result")
 
 
 class Tree:
@@ -88,7 +89,7 @@ class Tree:
             self._local[index] = torch.arange(len(index), device="cpu")
         places = torch.cat(self.places)
         self.samples, self._index = self.select(places, [len(each) for each in self.places])
-        self._made: dict[int, Spans] = {}
+        self._made: dict[Any, Any] = {}  # of this tree, by layers
         self.is_compared = False  # by the ranks
 
     def _laid_out(self, layout: str | LayoutOf, group: dist.ProcessGroup) -> SequenceLayout:
@@ -162,10 +163,14 @@ class Tree:
                 f"{_NAME}.along: spans is {spans}; expected Spans of one sample of {depths} tokens, the "
                 "deepest path"
             )
-        key = spans.digest
+        return self.remember(("spans", spans.digest), lambda: SpansOfTree(self, spans))
+
+    def remember(self, key: Any, make: Callable[[], Result]) -> Result:
+        """Return what was made of this tree by this key, or make it: all layers ask for the same."""
         if key not in self._made:
-            self._made[key] = SpansOfTree(self, spans)
-        return self._made[key]
+            self._made[key] = make()
+        made: Result = self._made[key]
+        return made
 
     def expand(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return for this rank's tokens of `samples` what x has for their places. Nothing is exchanged.
@@ -185,6 +190,9 @@ class Tree:
     def digest(self) -> int:
         """63 bits of the tokens and the tree, by which ranks compare it."""
         return digest(torch.stack([self.input_ids[0], self.parents]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_made": {}, "is_compared": False}
 
     def __repr__(self) -> str:
         tokens = sum([len(each) for each in self.places])
@@ -256,4 +264,15 @@ class SpansOfTree(Spans):
 
     def __init__(self, tree: Tree, of_depths: Spans) -> None:
         super().__init__(ends_of(tree.branches, of_depths.on_cpu[0, 0]))
-        self.tree, self.layout = tree, tree.layout
+        self.tree, self.layout, self._of_depths = tree, tree.layout, of_depths
+
+    # They never change: a copy is the same.
+
+    def __deepcopy__(self, memo: object) -> SpansOfTree:
+        return self
+
+    def __copy__(self) -> SpansOfTree:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SpansOfTree, (self.tree, self._of_depths)

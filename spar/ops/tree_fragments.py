@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 
 from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, plan_pieces
 from .._exchange.layouts import shards
@@ -13,12 +12,15 @@ from .fragments import Fragment, Succession
 from .prefix_tree import Tree
 
 
-@functools.lru_cache(16)  # The layers of a model ask for the same fragments.
 def fragments_of_tree(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     """Return the runs of one segment that a rank holds, in the order of its tokens, and their succession.
 
     A fragment's document is its segment. Before it are all fragments on its path.
     """
+    return tree.remember(("fragments", rank), lambda: _fragments(tree, world, rank))
+
+
+def _fragments(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     of_ranks = _of_ranks(tree, world)
     inside: list[list[tuple[int, int, int]]] = [[] for _ in tree.segments]  # start, owner, index
     for owner, found in enumerate(of_ranks):
@@ -71,9 +73,12 @@ def _of_ranks(tree: Tree, world: int) -> list[list[Fragment]]:
     return of_ranks
 
 
-@functools.lru_cache(16)
 def plan_ancestors(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
     """Return what gathers each of a rank's fragments behind `before` of its ancestors; zeros before roots."""
+    return tree.remember(("ancestors", before, rank), lambda: _plan(tree, before, world, rank))
+
+
+def _plan(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
     wanted = [
         [interval for x in found for interval in (*_ancestors(tree, x.start, before), (x.start, x.size))]
         for found in _of_ranks(tree, world)

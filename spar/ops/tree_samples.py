@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -106,8 +107,13 @@ class PrefixTree(PackedSamples):
 
     def _grouped(self, rows: int, max_tokens: int | None) -> list[list[int]]:
         """Return the samples of each row: neighbours by their tokens, which share most."""
-        lengths = [len(self._ids[i]) for i in self._sorted]
-        pairs = zip(self._sorted, self._sorted[1:], strict=False)
+        order = [i for i in self._sorted if len(self._ids[i])]
+        if rows > len(order):
+            raise ValueError(
+                f"{_NAME}: rows is {rows}; expected at most {len(order)}, the number of samples with tokens"
+            )
+        lengths = [len(self._ids[i]) for i in order]
+        pairs = pairwise(order)
         shared = [0, *[common(self._keys[i], self._keys[j]) for i, j in pairs]]
         if max_tokens is not None:
             most = self._check_longest(max_tokens)
@@ -121,7 +127,9 @@ class PrefixTree(PackedSamples):
             largest = max(found, key=len)
             at, half = found.index(largest), len(largest) // 2
             found[at : at + 1] = [largest[:half], largest[half:]]
-        return [sorted([self._sorted[i] for i in row]) for row in found]
+        chosen = [[order[i] for i in row] for row in found]
+        chosen[0] += [i for i in self._sorted if not len(self._ids[i])]
+        return [sorted(row) for row in chosen]
 
 
 def _divide(lengths: Sequence[int], shared: Sequence[int], most: int) -> list[range]:

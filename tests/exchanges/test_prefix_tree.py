@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 
 import spar
 from spar.data import PrefixTree, Tree
+from spar.ops.prefix_tree import SpansOfTree
 from spar.ops.tree_cut import cut_by_work
 
 pytestmark = pytest.mark.one_transport
@@ -227,6 +230,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     bad(ValueError, r"mask of shape \[1, 3\]; expected two tensors", torch.ones(1, 2), mask=torch.ones(1, 3))
     bad(ValueError, "max_tokens is 2, and sample 1 has 3 tokens", [[1], [1, 2, 3]], max_tokens=2)
     bad(ValueError, "rows is 3; expected at most 2", [[1], [2]], rows=3)
+    bad(ValueError, "rows is 2; expected at most 1, the number of samples with tokens", [[1], []], rows=2)
     bad(ValueError, "layout is 'ring'; expected \"even\"", [[1]], layout="ring")
     bad(ValueError, "layout= returned None; expected a SequenceLayout", [[1]], layout=lambda tree: None)
     tree = PrefixTree([[1, 2, 3]], group).trees[0]
@@ -239,6 +243,29 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     assert padded.trees[0].input_ids.tolist() == [[5, 6]] and padded.trees[0].counts.tolist() == [2, 2]
     restored = padded.unpack(padded.shard(torch.tensor([[0, 7, 8], [7, 8, 0]])))
     assert restored.tolist() == [[0, 7, 8], [7, 8, 0]]
+
+
+def check_copies(rank: int, world: int, group: Group) -> None:
+    """Spans that follow from those of a tree lie as it does, and copies have the tree."""
+    tree, other = (PrefixTree(SAMPLES, group, layout=name).trees[0] for name in ("balanced", "even"))
+    spans, causal = tree.spans(), spar.Spans.causal(tree.layout.total)
+    for combined in (spans & causal, causal & spans, spans | causal):
+        assert combined.layout is tree.layout
+    with pytest.raises(ValueError, match="those of two trees"):
+        spans & other.spans()
+    for copied in (spans.to("meta"), copy.deepcopy(spans), copy.copy(spans)):
+        assert isinstance(copied, SpansOfTree) and copied.tree is tree
+    loaded = pickle.loads(pickle.dumps(tree))
+    assert loaded.batch()["attention_mask"].ends.equal(spans.ends)
+    assert loaded.layout.numbers == tree.layout.numbers
+    loaded = pickle.loads(pickle.dumps(spans))
+    assert loaded.ends.equal(spans.ends) and loaded.tree.digest == tree.digest
+    with pytest.raises(AttributeError, match=r"Spans has no attribute 'sum'; .* spar.parallelize"):
+        spans.sum()
+
+
+def test_copies(pool: Ranks) -> None:
+    pool(2, check_copies)
 
 
 def test_errors(pool: Ranks) -> None:
