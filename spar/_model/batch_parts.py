@@ -12,6 +12,7 @@ from .part import Parts, placement
 
 LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
 _MOST = 64  # layouts, whose functions are planned anew
+_MOST_MASKS = 4  # whose functions are planned: a plan keeps its mask, which may be of a long sequence
 
 
 class BatchParts:
@@ -24,6 +25,7 @@ class BatchParts:
     def __init__(self, usual: Parts, layout_of: LayoutOf | None) -> None:
         self.usual, self._layout_of = usual, layout_of
         self._made: dict[Any, Parts] = {}  # by layouts that the function returned
+        self._masks = 0  # how many had parts made
 
     def __deepcopy__(self, memo: object) -> BatchParts:
         """Copies of a model share the function, as it may hold a process group."""
@@ -45,8 +47,13 @@ class BatchParts:
                     "model's loss would be the mean; expected no labels: pass the logits and "
                     "tree.shard_labels() to spar.token_logprobs"
                 )
+            if mask.keys < own.world:
+                raise ValueError(
+                    f"{self._where}: the prefix tree has {mask.keys} tokens; expected at least {own.world}, "
+                    "one for each rank: merge more samples into a row"
+                )
             self._check("the mask's layout is", mask.layout)
-            layout, key = mask.layout, (id(own.group), own.method)
+            layout, key = mask.layout, (self, own.method)
             # As long as the tree.
             made: Parts = mask.remember(key, lambda: self._parts(layout, mask))
             return made
@@ -61,6 +68,13 @@ class BatchParts:
             self._made[key_of] = self._parts(layout, None)
         return self._made[key_of]
 
+    def has_many_masks(self) -> bool:
+        """Whether parts were made for many masks since this was so: what was planned is then dropped."""
+        if self._masks <= _MOST_MASKS:
+            return False
+        self._masks = 0
+        return True
+
     def _check(self, told: str, layout: Any) -> None:
         own = self.usual
         is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid" and own.state is None
@@ -73,6 +87,7 @@ class BatchParts:
     def _parts(self, layout: SequenceLayout, mask: Spans | None) -> Parts:
         # Documents are the model's concern: here a layout says where tokens are.
         own, placed = self.usual, placement(layout)
+        self._masks += mask is not None
         return Parts(own.group, own.world, own.rank, own.method, None, placed, mask)
 
     @property

@@ -204,6 +204,13 @@ class _Sharded:
             else:
                 module.forward = before
 
+    @functools.cached_property
+    def takes_positions(self) -> bool:
+        """Whether a module takes position_ids beside its mask; embeddings that do so alone may get none."""
+        wanted = {"attention_mask", "position_ids"}
+        forwards = [type(module).forward for module in self.model.modules()]
+        return any(wanted <= inspect.signature(forward).parameters.keys() for forward in forwards)
+
     @property
     def is_running(self) -> bool:
         return current_view() is self.view
@@ -347,6 +354,8 @@ class _ModelForward(_Forward):
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:
             try:
                 view.parts = sharded.batches.of(self._named(args, kwargs))
+                if sharded.batches.has_many_masks():
+                    view.forget()
                 view.parts.device = device_of(sharded.model)
                 args, kwargs = self.given.mark(view.parts, args, kwargs)
                 args, kwargs = enter_inputs(view, sharded.model, args, kwargs)
@@ -382,6 +391,12 @@ class _ModelForward(_Forward):
             raise ValueError(
                 f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
                 f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
+            )
+        if read.masks and self.sharded.view.parts.mask is not None and not self.sharded.takes_positions:
+            kind = type(self.sharded.model).__name__
+            raise ValueError(
+                f"position_ids are those of a prefix tree, and no module of the {kind} takes any: it numbers "
+                "tokens by their places; expected samples without a tree: spar.data.PackedSamples or padding"
             )
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

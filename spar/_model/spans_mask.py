@@ -51,6 +51,15 @@ class _Elements:
             self._dense = dense.expand(self._shape)
         return self._dense
 
+    def check_read(self, func: Any) -> None:
+        """Refuse code that reads the mask of a tree: its biases and windows may count places."""
+        if self.spans is not None and self.spans.layout is not None:
+            raise ValueError(
+                f"{func}: a layer reads the mask of a prefix tree in code of its own, whose biases or "
+                'windows may count places; expected attention by attn_implementation="sdpa", or samples '
+                "without a tree: spar.data.PackedSamples in place of PrefixTree"
+            )
+
     def shared(self) -> Tensor:
         """Return elements whose memory the caller may alias or change, and drop the spans."""
         self._dense, self.spans = self.read().contiguous(), None
@@ -96,6 +105,9 @@ class SpansMask(Tensor):
                 if shape is not None:
                     copies = func in (_aten.clone.default, _aten._to_copy.default)
                     return SpansMask(x._elements.copy() if copies else x._elements, shape, x.device)
+            for y in args:
+                if isinstance(y, SpansMask):
+                    y._elements.check_read(func)
             if torch.Tag.inplace_view in func.tags:
                 raise RuntimeError(f"{func}: changes the shape or the memory of a mask; change a clone")
             schema = func._schema

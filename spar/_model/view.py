@@ -257,11 +257,15 @@ class View(Mode, TorchFunctionMode):
             step = Step(self._planned(function, func, args, kwargs), func)
             if key is not None:
                 if len(self._steps) > _MOST_STEPS:
-                    self._steps.clear()
-                    self._forget()
-                    self.parts.forget()
+                    self.forget()
                 self._steps[key] = step
         return step
+
+    def forget(self) -> None:
+        """Drop what was planned for calls, whose parts may not come again."""
+        self._steps.clear()
+        self._forget()
+        self.parts.forget()
 
     @property
     def recording(self) -> bool:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from helpers.view_masks import pair
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AttentionInterface
 
 import spar
 from spar.data import PrefixTree
@@ -288,6 +291,9 @@ def check_refused(rank: int, world: int, group: Group) -> None:
         model(**batch, labels=batch["input_ids"], use_cache=False)
     with pytest.raises(ValueError, match="must be 2D"):
         model.generate(**batch, max_new_tokens=2)
+    few = PrefixTree([[1]], group).trees[0]
+    with pytest.raises(ValueError, match="the prefix tree has 1 tokens; expected at least 2, one for each"):
+        model(**few.batch(), use_cache=False)
     other = PrefixTree([each[: len(each) - (rank and i == 0)] for i, each in enumerate(SAMPLES)], group)
     with pytest.raises((ValueError, spar.MismatchError)):
         model(**other.trees[0].batch(), use_cache=False)
@@ -296,3 +302,61 @@ def check_refused(rank: int, world: int, group: Group) -> None:
 
 def test_what_cannot_be_right_is_refused(pool: Ranks) -> None:
     pool(2, check_refused)
+
+
+OWN = "reads the mask of a prefix tree in code of its own"
+BY_PLACES: dict[str, tuple[str, dict[str, Any]]] = {  # models that would be wrong, and the error
+    "BertForMaskedLM": ("lets tokens attend to later ones", {}),
+    "GPTNeo": (OWN, {"num_heads": 4, "num_layers": 2, "attention_types": [[["local"], 2]], "window_size": 4}),
+    "Mpt": (OWN, {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "Bart": (
+        "no module of the BartForCausalLM takes any",
+        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+    ),
+}
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def check_by_places(rank: int, world: int, group: Group) -> None:
+    batch = PrefixTree(SAMPLES, group).trees[0].batch()
+    for name, (error, config) in BY_PLACES.items():
+        model, _ = pair(maker(name, **config), group)
+        with pytest.raises(ValueError, match=error):
+            model(**batch, use_cache=False)
+    # transformers makes no mask for an attention of the user's; the other layers run along the tree
+    AttentionInterface.register("of a test", attend)
+    model, _ = pair(hybrid_models.maker("bamba"), group)
+    model.config._attn_implementation = "of a test"
+    with pytest.raises(ValueError, match="did not get the mask of the prefix tree"):
+        model(**batch, use_cache=False)
+
+
+def test_models_that_count_places_are_refused(pool: Ranks) -> None:
+    pool(2, check_by_places)
+
+
+# ---- memory ----
+
+
+def check_memory(rank: int, world: int, group: Group) -> None:
+    models = [pair(make, group)[0] for make in (maker("llama"), hybrid_models.maker("bamba"))]
+    trees = []
+    for i in range(9):
+        tree = PrefixTree([[*each, i] for each in SAMPLES], group).trees[0]
+        trees.append(weakref.ref(tree))
+        for model in models:
+            model(**tree.batch(), use_cache=False)
+    del tree
+    gc.collect()
+    assert sum(each() is not None for each in trees) <= 5
+
+
+def test_trees_of_earlier_steps_are_freed(pool: Ranks) -> None:
+    pool(2, check_memory)

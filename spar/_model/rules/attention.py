@@ -189,6 +189,12 @@ def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Ten
         single = q.dim() == 3
         spans = None if single else spans_of(mask)
         chosen = method
+        if spans is None and keys is part and _is_tree(part):
+            raise ValueError(
+                f"a layer's attention on rank {part.parts.rank} of {part.parts.world} did not get the mask "
+                "of the prefix tree, so branches would attend to each other; expected a model that passes it "
+                'to all layers: attn_implementation="sdpa"'
+            )
         if spans is not None:
             chosen = _method_of_spans(part, keys, spans, (q.size(1), k.size(1)))
         elif mask is not None:
@@ -203,6 +209,12 @@ def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Ten
         return out.squeeze(2) if single else out.transpose(1, 2)
 
     return run
+
+
+def _is_tree(part: Part) -> bool:
+    """Whether a part is of the tokens of a tree, whose mask the caller passed."""
+    mask = part.parts.mask
+    return mask is not None and part.is_sequence and part.lengths == (mask.keys,)
 
 
 def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Tensor:

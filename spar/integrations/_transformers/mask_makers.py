@@ -19,7 +19,7 @@ from ..._model.part import part_of
 from ..._model.spans_mask import dense_of, mask_of
 from ..._model.view import View, current_view, without_view
 from ...ops.prefix_tree import SpansOfTree
-from .masks import WINDOWS, MaskRequest, leaves_intervals
+from .masks import WINDOWS, MaskRequest, leaves_intervals, parts_of
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.
 LEAST_BYTES = 1 << 22
@@ -144,8 +144,15 @@ def _of_caller(view: View | None, given: dict[str, Any]) -> Tensor:
         depths = int(spans.tree.position_ids.max()) + 1
         shape = 1, 1, depths, depths
         cpu = torch.device("cpu")
-        of_depths = MaskRequest(function, shape, leaves_intervals(function), None, cpu)
-        spans = spans.tree.along(of_depths.spans(group))
+        of_depths = MaskRequest(function, shape, leaves_intervals(function), None, cpu).spans(group)
+        causal = of_depths & Spans.causal(depths)
+        if _reads_tensors(function) or not torch.equal(causal.ends, of_depths.ends):
+            raise ValueError(
+                f"attention_mask is that of a prefix tree, and a layer's own mask ({function.__qualname__}) "
+                "lets tokens attend to later ones, or depends on their places, as that of images does; "
+                "expected a causal model and text: pass the samples without a tree"
+            )
+        spans = spans.tree.along(of_depths)
     elif not _is_plain(function):
         # By spans inside of the layer's own mask nothing is lost.
         shape = batch, 1, total, total
@@ -173,6 +180,14 @@ def _is_plain(function: Any) -> bool:
     """Whether a mask function is that of full attention, which a mask of the caller's replaces."""
     name = getattr(function, "__qualname__", "")
     return getattr(function, "__module__", "") == "transformers.masking_utils" and name in _PLAIN
+
+
+def _reads_tensors(function: Any) -> bool:
+    """Whether a mask function has a number for each token, such as its image's: it is indexed by places."""
+    return any(
+        x.numel() > 1 if isinstance(x, Tensor) else callable(x) and _reads_tensors(x)
+        for x in parts_of(function)
+    )
 
 
 def _may_be_spans(asked: dict[str, Any]) -> bool:

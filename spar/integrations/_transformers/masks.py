@@ -53,10 +53,10 @@ def leaves_intervals(function: Any) -> bool:
         return False
     if function.__qualname__.partition(".")[0] not in _INTERVALS:
         return False
-    return all(leaves_intervals(part) for part in _parts_of(function) if callable(part))
+    return all(leaves_intervals(part) for part in parts_of(function) if callable(part))
 
 
-def _parts_of(function: Any) -> list[Any]:
+def parts_of(function: Any) -> list[Any]:
     """Return what a function refers to: other functions, also in tuples, and tensors."""
     values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
@@ -67,7 +67,7 @@ def _are_runs(function: Any) -> bool:
 
     Then a query has one interval of keys around it, as all other parts of these functions leave one.
     """
-    for part in _parts_of(function):
+    for part in parts_of(function):
         if isinstance(part, torch.Tensor) and function.__qualname__.startswith("blockwise_overlay"):
             starts = torch.nn.functional.pad(part[:, 1:] != part[:, :-1], (1, 0), value=True)
             begun = [ids[start & (ids >= 0)] for ids, start in zip(part, starts, strict=True)]

@@ -36,7 +36,10 @@ def _convolution(
 ) -> Any:
     """Convolve [B, C, S_local] with [C, W]: each run of tokens with the W - 1 tokens before it."""
     tokens = tokens_of(view, 2, [x], weight, bias, others)
-    if tokens is None or _has_documents(others):
+    if tokens is None:
+        return NotImplemented
+    if _has_documents(others):
+        tokens.refuse_tree("a convolution with documents")
         return NotImplemented
 
     def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
