@@ -392,7 +392,14 @@ class _ModelForward(_Forward):
                 f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
                 f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
             )
-        if read.masks and self.sharded.view.parts.mask is not None and not self.sharded.takes_positions:
+        if not read.masks or self.sharded.view.parts.mask is None:
+            return
+        if self._named(args, kwargs).get("position_ids") is None:
+            raise ValueError(
+                "position_ids are not given beside the mask of a prefix tree, so the model numbers tokens by "
+                "their places; expected tree.position_ids, as in tree.batch()"
+            )
+        if not self.sharded.takes_positions:
             kind = type(self.sharded.model).__name__
             raise ValueError(
                 f"position_ids are those of a prefix tree, and no module of the {kind} takes any: it numbers "

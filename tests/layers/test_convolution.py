@@ -55,7 +55,7 @@ def convolved(
 ) -> Tensor:
     """Convolve this rank's tokens, as layers of transformers do in a view."""
     none: Any = None  # what counts multiply-adds
-    return Tokens(none, none, layout).convolve(fn, x, before, keeps_result)
+    return Tokens(none, none, layout, None).convolve(fn, x, before, keeps_result)
 
 
 def check(rank: int, world: int, group: Group) -> None:

@@ -130,7 +130,7 @@ def check_rule(rank: int, world: int, group: Group) -> None:
     def chosen(is_far: bool, total: int, heads: int = 4, kind: str = "even") -> bool:
         view = View(Parts(group, world, rank, layout=kind))
         part = view.parts.part(1, (total,))
-        tokens = Tokens(view, part, view.parts.layout(part.lengths))
+        tokens = Tokens(view, part, view.parts.layout(part.lengths), None)
         x = torch.zeros(1, 1, heads, 8)
         hosts = tuple((peer,) for peer in range(world)) if is_far else (tuple(range(world)),)
         with pytest.MonkeyPatch.context() as patch:
