@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.utils.data import IterableDataset
 from .._model.model import states_of
 from .._model.report import Report
 from ._parallelize import parallelize
+from ._versions import check_version
 
 WHERE = "integrations.trainer"
 # The oldest and the newest (major, minor) with which this was tested: it overrides methods of theirs that are
@@ -31,23 +31,7 @@ _meshes = weakref.WeakKeyDictionary()  # by WORLD: trainers of one size share th
 
 def check_versions() -> None:
     for name, (oldest, newest) in VERSIONS.items():
-        check_version(name, oldest, newest)
-
-
-def check_version(name: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
-    """Raise ImportError if a package is not installed in a version from oldest to newest: (major, minor)."""
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    if version is None or not oldest <= tuple(map(int, version.split(".")[:2])) <= newest:
-        found = "is not" if version is None else f"{version} is"
-        first, last, end = (".".join(map(str, x)) for x in (oldest, newest, (newest[0], newest[1] + 1)))
-        expected = first if oldest == newest else f"{first} to {last}"
-        raise ImportError(
-            f"{WHERE}: {name} {found} installed; expected {expected}, with which this was tested: "
-            f"pip install '{name}>={first},<{end}'"
-        )
+        check_version(WHERE, name, oldest, newest)
 
 
 def check_settings(where: str, size: Any, options: Mapping[str, Any]) -> None:

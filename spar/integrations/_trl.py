@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ._trainer import WHERE, check_version
+from ._trainer import WHERE
+from ._versions import check_version
 
 VERSION = 1, 16
 # Each was compared with one process.
@@ -23,7 +24,7 @@ def prepare(trainer: Any, checks_step: bool) -> None:
     kinds = [each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl"]
     if not kinds:
         return
-    check_version("trl", VERSION, VERSION)
+    check_version(WHERE, "trl", VERSION, VERSION)
     name = kinds[0].__name__
     if name not in _TRAINERS:
         raise ValueError(f"{WHERE}: {name} of TRL was not tested; expected {', '.join(_TRAINERS)}")

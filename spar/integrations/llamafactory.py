@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +17,12 @@ from ..ops.token_logprobs import token_logprobs
 from ..sequence_layout import SequenceLayout
 from ._documents import check_documents
 from ._parallelize import parallelize
+from ._versions import check_version
 
 __all__ = ["install", "uninstall"]
 
 WHERE = "integrations.llamafactory"
-VERSION = "0.9.5"  # the interfaces of its v1 are not documented: this one was tested
+VERSION = 0, 9, 5  # the interfaces of its v1 are not documented: this one was tested
 _LOSS = "sequence_parallel_loss"
 _own_losses: list[Any] = []  # LLaMA-Factory's, while it is replaced
 
@@ -36,12 +36,7 @@ def install() -> None:
         ImportError: the version of LLaMA-Factory is not one with which this was tested.
         RuntimeError: it is installed already.
     """
-    found = importlib.metadata.version("llamafactory")
-    if found != VERSION:
-        raise ImportError(
-            f"{WHERE}: llamafactory {found} is installed; expected {VERSION}, with which this was tested: "
-            f"pip install llamafactory=={VERSION}"
-        )
+    check_version(WHERE, "llamafactory", VERSION, VERSION)
     if _own_losses:
         raise RuntimeError(f"{WHERE}.install: it is installed; call uninstall() first")
     models, losses = _plugins()
@@ -68,6 +63,7 @@ def _plugins() -> tuple[Any, Any]:
 def _parallelize(model: Any, dist_config: Mapping[str, Any]) -> None:
     """Parallelize a model that the trainer has sharded over all ranks."""
     from llamafactory.v1.accelerator.interface import Dim, DistributedInterface
+    from transformers.trainer_utils import unwrap_peft_model
 
     group = DistributedInterface().get_group(Dim.CP)
     if group is None:
@@ -75,7 +71,7 @@ def _parallelize(model: Any, dist_config: Mapping[str, Any]) -> None:
             f"{WHERE}: cp_size is {dist_config['cp_size']}, and this is one process; expected that many "
             "ranks or more, as torchrun starts them"
         )
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = unwrap_peft_model(model)
     # The trainer wants flash_attention_2; spar.attention takes the place of sdpa.
     inner.set_attn_implementation("sdpa")
     parallelize(inner, group, outputs="parts")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from .._attention.attention import attention
 from .._attention.spans import Spans
 from ..sequence_layout import SequenceLayout
+from ._versions import check_version
 
 __all__ = ["install", "uninstall"]
 
 WHERE = "integrations.torchtitan"
 # Functions of theirs that are not documented are replaced: this version was tested.
-VERSION = "0.3"
+VERSION = 0, 3
 _LAYOUTS = {"headtail": SequenceLayout.zigzag, None: SequenceLayout.even}  # by torchtitan's load balancers
 _METHODS = None, "ulysses", "gather", "ring"
 _replaced: list[tuple[str, Any, Any]] = []  # by `install`: a function's name, theirs, and what replaces it
@@ -44,11 +44,7 @@ def install(method: str | None = None) -> None:
         RuntimeError: it is installed already.
         ValueError: there is no such method.
     """
-    found = importlib.metadata.version("torchtitan")
-    if not found.startswith(f"{VERSION}."):
-        raise ImportError(
-            f"{WHERE}: torchtitan {found} is installed; expected {VERSION}.*, with which this was tested"
-        )
+    check_version(WHERE, "torchtitan", VERSION, VERSION)
     if method not in _METHODS:
         raise ValueError(f'{WHERE}: method is {method!r}; expected "ulysses", "gather", "ring" or None')
     if _replaced:

@@ -6,11 +6,11 @@ verl imports it where `model.external_lib=spar.integrations.verl` names it, in e
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.trainer_utils import unwrap_peft_model
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name, get_vendor
 from verl.workers.engine import EngineRegistry
@@ -19,11 +19,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ..sequence_layout import SequenceLayout
 from ._documents import check_documents
 from ._parallelize import parallelize
+from ._versions import check_version
 
 __all__ = ["SequenceParallelEngine", "SequenceParallelValueEngine"]
 
 WHERE = "integrations.verl"
-VERSION = "0.9.1"  # methods of its engine that are not documented are overridden: this one was tested
+VERSION = 0, 9, 1  # methods of its engine that are not documented are overridden: this one was tested
 _BACKENDS = ["fsdp", "fsdp2"]
 
 
@@ -78,8 +79,7 @@ class _SequenceParallel:
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.sequence_group is not None:
-            inner = module.get_base_model() if hasattr(module, "peft_config") else module
-            parallelize(inner, self.sequence_group, outputs="parts")
+            parallelize(unwrap_peft_model(module), self.sequence_group, outputs="parts")
         return super()._build_fsdp_module(module)  # type: ignore[misc]
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:
@@ -125,12 +125,7 @@ def _check(model: Any, engine: Any) -> None:
 
 
 def _register() -> None:
-    found = importlib.metadata.version("verl")
-    if found != VERSION:
-        raise ImportError(
-            f"{WHERE}: verl {found} is installed; expected {VERSION}, with which this was tested: "
-            f"pip install verl=={VERSION}"
-        )
+    check_version(WHERE, "verl", VERSION, VERSION)
     # verl's own engines are registered for a device; one that is registered for its vendor comes first.
     where = {"device": get_device_name(), "vendor": get_vendor()}
     for model_type, engine in (
