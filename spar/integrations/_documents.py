@@ -12,6 +12,9 @@ from typing import Any
 
 def check_documents(model: Any, where: str) -> None:
     """Refuse a model of transformers whose masks do not find the documents of a packed row."""
+    from transformers.trainer_utils import unwrap_peft_model
+
+    model = unwrap_peft_model(model)
     kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
     if not _masks_have_positions(kind.__module__):
         raise ValueError(

@@ -10,8 +10,11 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from . import trainer as integration
+from ._documents import check_documents
+from ._versions import check_version
 
 WHERE = "integrations.axolotl"
+VERSION = 0, 19  # the order in which it calls plugins is not documented: this one was tested
 NAME = f"{__name__}.SequenceParallelPlugin"
 # Kernels that take whole sequences, and which axolotl turns on if a configuration does not turn them off.
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "sdpa_varlen")
@@ -79,7 +82,9 @@ class SequenceParallelPlugin(BasePlugin):  # type: ignore[misc]
 
     def pre_model_load(self, cfg: Any) -> None:
         attention = cfg.attn_implementation
-        if (cfg.sequence_parallel_size or 1) > 1 and attention not in (None, "sdpa", "eager"):
+        # Without a name axolotl passes a mask by which packed samples attend to each other.
+        allowed = ("sdpa", "eager") if cfg.sample_packing else (None, "sdpa", "eager")
+        if (cfg.sequence_parallel_size or 1) > 1 and attention not in allowed:
             raise ValueError(
                 f"{WHERE}: attn_implementation is {attention!r}; with sequence_parallel_size expected sdpa "
                 "or eager, which spar computes by its own kernels"
@@ -88,8 +93,11 @@ class SequenceParallelPlugin(BasePlugin):  # type: ignore[misc]
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
         """Install sequence groups: axolotl calls this last before it makes the trainer."""
         if cfg.sequence_parallel_size:
+            if cfg.sample_packing and cfg.sequence_parallel_size > 1:
+                check_documents(model, WHERE)
             options = {"layout": cfg.sequence_parallel_layout, "method": cfg.sequence_parallel_method}
             check = cfg.sequence_parallel_check
+            check_version(WHERE, "axolotl", VERSION, VERSION)
             integration.uninstall()  # that of a trainer which could not be made
             integration.install(cfg.sequence_parallel_size, check=check, mixin=_SequenceParallel, **options)
         return []

@@ -10,11 +10,14 @@ from swift.arguments import SftArguments
 from swift.dataloader import BatchSamplerShard, DataLoaderShard
 
 from . import trainer as integration
+from ._documents import check_documents
+from ._versions import check_version
 from .trainer import uninstall
 
 __all__ = ["install", "uninstall"]
 
 WHERE = "integrations.swift"
+VERSION = 4, 6  # methods that are not documented are overridden: this one was tested
 
 
 def install(sequence_parallel_size: int, *, check: bool = False, **options: Any) -> None:
@@ -26,6 +29,7 @@ def install(sequence_parallel_size: int, *, check: bool = False, **options: Any)
         sequence_parallel_size: as that of `spar.integrations.trainer.install`, and so are check, options and
             what is raised.
     """
+    check_version(WHERE, "ms-swift", VERSION, VERSION)
     integration.install(sequence_parallel_size, check=check, mixin=_SequenceParallel, **options)
     own = SftArguments._check_padding_free
 
@@ -58,6 +62,8 @@ class _SequenceParallel(integration.SequenceParallel):
         for is_refused, problem, expected in refused:
             if is_refused:
                 raise ValueError(f"{WHERE}: {problem}; with spar's sequence groups expected {expected}")
+        if self.template.padding_free:  # also where samples are packed
+            check_documents(self.model, WHERE)
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Let the ranks of a sequence group read the same samples, as ranks of tensor parallelism do."""
