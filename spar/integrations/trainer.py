@@ -68,8 +68,8 @@ def install(
             self.__class__ = type(kind.__name__, (mixin or SequenceParallel, kind), settings | names)
         own(self, *args, **kwargs)
 
-    replace(Trainer, "__init__", init)
     replace(*seeding_by_group(sequence_parallel_size))
+    replace(Trainer, "__init__", init)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
