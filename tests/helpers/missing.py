@@ -35,7 +35,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.packages = packages
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.packages else None
+        is_replaced = any(f"{name}.".startswith(f"{package}.") for package in self.packages)
+        return ModuleSpec(name, self, is_package=True) if is_replaced else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -45,5 +46,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def replace(*packages: str) -> None:
-    """Let later imports of these packages, which are not installed, and of their modules succeed."""
+    """Let later imports of these packages or modules, which are not installed, and of theirs succeed."""
     sys.meta_path.insert(0, _Finder(packages))

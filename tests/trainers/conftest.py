@@ -14,31 +14,31 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
-Launch = Callable[..., list[Any]]
+Launch = Callable[..., list[list[Any]]]
 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Return a function that runs `runs/TRAINER.py` by torchrun, and returns what each rank saved.
+    """Return a function that runs `runs/TRAINER.py` on ranks, and returns what each rank's `main` returned.
 
-    launch(trainer, ranks, *arguments, limit=200): the script gets a folder and the arguments, and saves an
-    object to `RANK.pt` in that folder by torch.save.
+    launch(trainer, "1 ARGUMENT", "4 ARGUMENT...", limit=200): in 1 process, and then on 4 ranks.
     """
 
-    def run(trainer: str, ranks: int, *arguments: str, limit: float = 200) -> list[Any]:
+    def run(trainer: str, *runs: str, limit: float = 200) -> list[list[Any]]:
         installed = ROOT / "build" / "trainers" / trainer
         assert installed.is_dir(), f"run `make build/trainers/{trainer}`, or `make test-trainers`"
         folder = tmp_path_factory.mktemp(trainer)
         path = os.pathsep.join(map(str, (installed, ROOT / "tests")))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         # As a module: a script's folder would precede the path, and has files named as the trainers are.
-        script = "--module", f"trainers.runs.{trainer}"
-        command = [*torchrun, f"--nproc-per-node={ranks}", *script, str(folder), *arguments]
+        command = [sys.executable, "-m", "trainers.ranks", trainer, str(folder), *runs]
         done = subprocess.run(
             command, env=environment, cwd=folder, timeout=limit, text=True, capture_output=True
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+        return [
+            [torch.load(folder / str(i) / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+            for i, ranks in enumerate(int(each.split()[0]) for each in runs)
+        ]
 
     return run

@@ -18,8 +18,8 @@ UNKNOWN = "Method __call__ of plugin spar is not registered."
 
 def test_training_beside_one_process(launch: Any) -> None:
     """Four ranks share each sequence, or two, with data-parallel groups: runs/llamafactory.py says when."""
-    expected, _ = launch("llamafactory", 1)[0]
-    for found, (*refused, own, restored, unknown) in launch("llamafactory", 4):
+    ((expected, _),), ranks = launch("llamafactory", "1", "4")
+    for found, (*refused, own, restored, unknown) in ranks:
         assert len(refused) == len(REFUSED)
         assert all(map(str.startswith, refused, REFUSED)), refused
         assert (own, restored, unknown) == (True, True, UNKNOWN)

@@ -22,7 +22,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def results(launch: Callable[..., list[Any]]) -> list[dict[str, Any]]:
     """Return what each of 4 ranks found, by case."""
-    return launch("torchtitan", 4, *CASES)
+    return launch("torchtitan", " ".join(["4", *CASES]))[0]
 
 
 @pytest.mark.parametrize("case", CASES)

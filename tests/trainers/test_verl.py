@@ -24,7 +24,7 @@ REFUSALS = [
 
 
 def test_engine_beside_one_process(launch: Any) -> None:
-    expected, found = launch("verl", 1)[0], launch("verl", 4)
+    (expected,), found = launch("verl", "1", "4")
     # The label of a sample's last token is the next sample's first in a micro-batch, and no loss has it.
     has_label = torch.ones(sum(LENGTHS), dtype=torch.bool)
     has_label[torch.tensor(list(accumulate(LENGTHS))) - 1] = False

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of `axolotl train`: torchrun --module trainers.runs.axolotl FOLDER CASE,SIZE,ACCUMULATED..."""
+"""Runs of `axolotl train`, each of a CASE,SIZE,ACCUMULATED."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ import axolotl.cli.train  # noqa: E402
 import axolotl.train  # noqa: E402
 from axolotl.integrations.base import PluginManager  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trainers.models import WORDS, write_llama  # noqa: E402
+from transformers import OPTConfig, OPTForCausalLM  # noqa: E402
 
-WORDS = [f"w{i}" for i in range(60)]
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"sample_packing": True, "eval_sample_packing": True, "curriculum_sampling": True},
@@ -42,21 +40,10 @@ REFUSED: list[dict[str, Any]] = [
     {"context_parallel_size": 2},
     {"lora_mlp_kernel": True},
     {"attn_implementation": "flash_attention_2"},
+    {"sample_packing": True, "attn_implementation": None},
+    {"sample_packing": True},
     {},
 ]
-
-
-def write_model(folder: Path) -> None:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}
-    tokens = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).save_pretrained(folder)
 
 
 def write_samples(path: Path, count: int, seed: int) -> None:
@@ -141,34 +128,34 @@ def run(folder: Path, rank: int, case: str, size: int, accumulated: int) -> dict
 
 
 def refusal(folder: Path, change: dict[str, Any]) -> str:
-    """Return the message of a configuration that is refused."""
+    """Return the message of a configuration that is refused, with a model whose masks find no documents."""
     path = folder / "refused.yml"
     path.write_text(yaml.safe_dump(configuration(folder, 2, 1) | change))
+    plugins = PluginManager.get_instance()
     try:
-        PluginManager.get_instance().pre_model_load(axolotl.cli.config.load_cfg(str(path)))
+        cfg = axolotl.cli.config.load_cfg(str(path))
+        plugins.pre_model_load(cfg)
+        model = OPTForCausalLM(OPTConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=3))
+        plugins.add_callbacks_pre_trainer(cfg, model)
+        plugins.add_callbacks_post_trainer(cfg, None)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def main(folder: Path, rank: int, runs: list[str]) -> None:
+def main(folder: Path, *runs: str) -> Any:
+    rank = int(os.environ["RANK"])
     if rank == 0:
-        write_model(folder / "model")
+        write_llama(folder / "model")
         write_samples(folder / "train.jsonl", 24, 0)
         write_samples(folder / "eval.jsonl", 20, 1)
     save = Dataset.save_to_disk
     # In this process: others would import all of this again.
     Dataset.save_to_disk = lambda data, path, num_proc, **options: save(data, path, **options)
-    cleanup = axolotl.train.cleanup_distributed
     axolotl.train.cleanup_distributed = lambda: None  # the next run has the same process group
     found = [
         run(folder, rank, case, int(size), int(n)) for case, size, n in (each.split(",") for each in runs)
     ]
     checks = REFUSED if os.environ["WORLD_SIZE"] == "1" else []
     refused = [refusal(folder, change) for change in checks]
-    torch.save((found, refused), folder / f"{rank}.pt")
-    cleanup()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2:])
+    return found, refused

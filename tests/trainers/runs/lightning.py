@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of Lightning's Trainer; each rank saves a dict of results, by case: FOLDER CASE...
+"""Runs of Lightning's Trainer; each rank returns its results, by case.
 
 A case is `one`, a process without a group, which comes first, or `sp2` and the like. Words behind it say what
 else is so: `sp2-manual`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ import spar
 from spar._model.model import states_of
 from spar.integrations.lightning import SequenceParallel, SequenceParallelStrategy
 
-FOLDER, *CASES = sys.argv[1:]
 SAMPLES, LENGTH = 14, 13  # neither 2 nor 4 ranks divide the length
 
 
@@ -180,24 +178,27 @@ class FSDP2(SequenceParallel, ModelParallelStrategy):
     pass
 
 
-WORLD = int(os.environ["WORLD_SIZE"])
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+
+
+def world() -> int:
+    return int(os.environ["WORLD_SIZE"])
 
 
 def strategy(size: int, words: list[str]) -> Any:
     if "fsdp" in words:
-        sizes = {"data_parallel_size": WORLD, "tensor_parallel_size": 1}
+        sizes = {"data_parallel_size": world(), "tensor_parallel_size": 1}
         return FSDP2(size, save_distributed_checkpoint=False, **sizes)
     return SequenceParallelStrategy(size)
 
 
-def run(case: str) -> dict[str, Any]:
+def run(folder: Path, case: str) -> dict[str, Any]:
     processes, *words = case.split("-")
     is_one, is_random = processes == "one", "workers" in words
     size = 1 if is_one else int(processes[2:])
     # As many samples as all sequence groups have; of `one`, as `words` say.
     samples = 2 if not is_one or "2" in words else 4
-    root = f"{FOLDER}/{os.environ['RANK']}" if is_one else FOLDER
+    root = folder / os.environ["RANK"] if is_one else folder
     pl.seed_everything(1, workers=True, verbose=False)
     kinds = {"manual": Manual, "itself": Itself, "fsdp": Sharded}
     kind = next((kinds[word] for word in words if word in kinds), Module)
@@ -209,7 +210,7 @@ def run(case: str) -> dict[str, Any]:
         return DataLoader(data, samples, sampler=sampler, num_workers=int(is_random))
 
     def trainer(epochs: int) -> Any:
-        options: dict[str, Any] = {"devices": WORLD}
+        options: dict[str, Any] = {"devices": world()}
         if "manual" not in words:
             options |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
         if is_one:
@@ -239,7 +240,7 @@ def run(case: str) -> dict[str, Any]:
     }
     if size > 1:
         result["shares"] = {name: report.share for name, report in made.strategy.reports.items()}
-    path = Path(root) / f"{case}.ckpt"
+    path = root / f"{case}.ckpt"
     made.save_checkpoint(path)
     result["weights"] = torch.load(path, weights_only=False)["state_dict"]
     if not {"manual", "itself", "again", "bf16", "workers"} & {*words}:
@@ -257,9 +258,7 @@ def refusals() -> dict[str, Any]:
 
     def fit(make: Any) -> None:
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-        trainer = pl.Trainer(
-            strategy=make(), accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), **quiet
-        )
+        trainer = pl.Trainer(strategy=make(), accelerator="cpu", devices=world(), **quiet)
         trainer.fit(Module(), DataLoader(Augmented(False)))
 
     class Single(SequenceParallel, SingleDeviceStrategy):
@@ -271,7 +270,7 @@ def refusals() -> dict[str, Any]:
         "models": lambda: SequenceParallelStrategy(2, models="encoder2"),
         "options": lambda: SequenceParallelStrategy(2, options={"outputs": "parts"}),
         "base": lambda: Single(2),
-        "tensor parallel": lambda: FSDP2(2, data_parallel_size=WORLD // 2, tensor_parallel_size=2),
+        "tensor parallel": lambda: FSDP2(2, data_parallel_size=world() // 2, tensor_parallel_size=2),
         "reduction": lambda: SequenceParallelStrategy(2).reduce(torch.ones(1), reduce_op="product"),
     }
     found: dict[str, Any] = {}
@@ -285,7 +284,7 @@ def refusals() -> dict[str, Any]:
 
 def fabric() -> dict[str, Any]:
     """Train a parallelized model by Fabric."""
-    made = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
+    made = Fabric(accelerator="cpu", devices=world(), strategy="ddp")
     made.launch()
     torch.manual_seed(1)
     model, ids = Model(), Augmented(False).ids
@@ -299,11 +298,8 @@ def fabric() -> dict[str, Any]:
     return {"loss": float(loss - expected), "gradients": max(errors)}
 
 
-if __name__ == "__main__":
+def main(folder: Path, *cases: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     others = {"refusals": refusals, "fabric": fabric}
-    torch.save(
-        {case: others[case]() if case in others else run(case) for case in CASES},
-        f"{FOLDER}/{os.environ['RANK']}.pt",
-    )
+    return {case: others[case]() if case in others else run(folder, case) for case in cases}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ms-swift's `swift sft`: torchrun --module trainers.runs.swift FOLDER CASE,SIZE..."""
+"""Runs of ms-swift's `swift sft`, each of a CASE,SIZE."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
-import sys
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,14 @@ missing.replace("aiohttp", "einops", "jieba", "nltk", "oss2", "rouge")
 import swift.dataset.packing  # noqa: E402
 from swift.arguments import SftArguments  # noqa: E402
 from swift.pipelines import SwiftSft  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trainers.models import WORDS, write_llama  # noqa: E402
+from transformers import OPTConfig, OPTForCausalLM  # noqa: E402
 
-WORDS = [f"w{i}" for i in range(60)]
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"packing": True},
     "padding_free": {"padding_free": True, "tuner_type": "lora", "lora_rank": 4},
 }
-
-
-def write_model(folder: Path) -> None:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1}
-    tokens = {"vocab_size": len(vocabulary), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens)).save_pretrained(folder)
 
 
 def write_samples(path: Path, count: int, seed: int, shortest: int) -> None:
@@ -62,17 +48,17 @@ def _pack_with_sdpa(args: Any) -> None:
     args.padding_free = args.padding_free or args.packing
 
 
-def run(folder: Path, rank: int, case: str, size: int) -> dict[str, Any]:
+def run(folder: Path, rank: int, case: str, size: int, model: str = "model") -> dict[str, Any]:
     from spar.integrations import trainer as integration
 
     options: dict[str, Any] = {
-        "model": str(folder / "model"),
+        "model": str(folder / model),
         "model_type": "llama",
         "template": "default",
         "dataset": [str(folder / "train.jsonl")],
         "val_dataset": [str(folder / "eval.jsonl")],
         "output_dir": str(folder / f"out-{case}"),
-        "external_plugins": [str(folder / f"{case}.py")] if size else [],
+        "external_plugins": [str(folder / f"{model}-{case}.py")] if size else [],
         "tuner_type": "full",
         "torch_dtype": "float32",
         "attn_impl": "sdpa",
@@ -114,25 +100,33 @@ def run(folder: Path, rank: int, case: str, size: int) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path, rank: int, runs: list[str]) -> None:
+def refusal(folder: Path, rank: int, case: str) -> str:
+    """Return the message of a run with a model whose masks find no documents."""
+    try:
+        run(folder, rank, case, 2, "opt")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path, *runs: str) -> Any:
+    rank = int(os.environ["RANK"])
     every = [(case, int(size)) for case, size in (each.split(",") for each in runs)]
     if rank == 0:
-        write_model(folder / "model")
+        write_llama(folder / "model")
+        shutil.copytree(folder / "model", folder / "opt")
+        sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 64}
+        OPTForCausalLM(OPTConfig(**sizes)).save_pretrained(folder / "opt")
         write_samples(folder / "train.jsonl", 24, 0, 5)
         write_samples(folder / "eval.jsonl", 8, 1, 5)
         for case, size in every:
             plugin = f"import spar.integrations.swift\nspar.integrations.swift.install({size})\n"
-            (folder / f"{case}.py").write_text(plugin)
+            for model in ("model", "opt"):  # ms-swift imports each file once
+                (folder / f"{model}-{case}.py").write_text(plugin)
         (folder / "ready").touch()
     # Processes that pack would import all of this again.
     swift.dataset.packing._resolve_mp_context = lambda *_: multiprocessing.get_context("fork")
     while not (folder / "ready").exists():
         time.sleep(0.01)
     found = [run(folder, rank, *each) for each in every]
-    torch.save(found, folder / f"{rank}.pt")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2:])
+    return found, [refusal(folder, rank, case) for case, size in every if size and case != "padded"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of torchtitan's Llama 3 over cp x fsdp x tp; each rank saves its results, by case: FOLDER CASE...
+"""Steps of torchtitan's Llama 3 over cp x fsdp x tp; each rank returns its results, by case.
 
 A case is `cp2-fsdp2-tp1` and words behind it: `typed` for the backend spmd_types, `checkpoint` for activation
 checkpointing, `compile`, `even` for that layout, `sdpa` for that attention, without documents.
@@ -7,13 +7,13 @@ checkpointing, `compile`, `even` for that layout, `sdpa` for that attention, wit
 
 from __future__ import annotations
 
-import sys
-import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import missing
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -21,27 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
+# Kernels of triton, and what loads data and saves checkpoints.
+missing.replace("torch_checkpointing", "torch.utils.tensorboard", "torchdata", "datasets")
+missing.replace("torchtitan.distributed.minimal_async_ep.kernels")
+import torchdata.stateful_dataloader as data  # noqa: E402
 
-class Stub(types.ModuleType):
-    """A module whose names are classes: kernels of triton, and what loads data and saves checkpoints."""
-
-    __path__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, type(name, (), {}))
-        return vars(self)[name]
-
-
-for name in ("barriers", "checkpoint_manager", "checkpoint_writer", "config", "schema", "staging"):
-    sys.modules[f"torch_checkpointing.{name}"] = Stub(name)
-for name in ("torch_checkpointing", "torch_checkpointing.dtensor_resharder", "torch.utils.tensorboard"):
-    sys.modules[name] = Stub(name)
-for name in ("torchdata", "torchdata.stateful_dataloader", "datasets", "datasets.distributed"):
-    sys.modules[name] = Stub(name)
-sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = Stub("kernels")
-
+data.StatefulDataLoader = type("StatefulDataLoader", (), {})  # torchtitan derives from it and a protocol
 import torchtitan.tools.utils as tools  # noqa: E402
 
 tools.device_type = "cpu"  # else cuda, which modules below import by its name
@@ -60,7 +45,6 @@ import spar  # noqa: E402
 import spar.integrations.torchtitan as plug  # noqa: E402
 
 attention._compiled_create_block_mask = create_block_mask  # compiling it takes minutes on a CPU
-FOLDER, *CASES = sys.argv[1:]
 
 
 def dense(
@@ -142,7 +126,7 @@ def step(model: Any, words: list[str], inputs: Any, labels: Tensor, dims: Any, c
     return loss.detach()
 
 
-def run(case: str) -> dict[str, float]:
+def run(folder: Path, case: str) -> dict[str, float]:
     sizes, words = {}, []
     for word in case.split("-"):
         if word[-1].isdigit():
@@ -186,7 +170,7 @@ def run(case: str) -> dict[str, float]:
                 enable="compile" in words, components=["model"], backend="aot_eager"
             ),
             ac_config=FullAC.Config() if "checkpoint" in words else None,
-            dump_folder=FOLDER,
+            dump_folder=str(folder),
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -275,7 +259,7 @@ def replaced() -> list[Any]:
     ]
 
 
-if __name__ == "__main__":
+def main(folder: Path, *cases: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     theirs = replaced()
     try:
@@ -284,9 +268,8 @@ if __name__ == "__main__":
         results: dict[str, Any] = {"method": str(error)}
     plug.install()
     results["replaced"] = [x is y for x, y in zip(replaced(), theirs, strict=True)]
-    results |= {case: run(case) for case in CASES}
+    results |= {case: run(folder, case) for case in cases}
     results |= {"refusals": refusals(), "transformed": transformed()}
     plug.uninstall()
     results["restored"] = [x is y for x, y in zip(replaced(), theirs, strict=True)]
-    torch.save(results, f"{FOLDER}/{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    return results

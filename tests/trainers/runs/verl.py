@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by verl's FSDP engine: in one process, or with sequences that all ranks or two of them share.
-
-Argument: a folder.
-"""
+"""Train by verl's FSDP engine: in one process, or with sequences that all ranks or two of them share."""
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,29 +12,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from helpers import missing
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 warnings.filterwarnings("ignore", ".* engine is not available")
 
 
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Packages that verl imports and an engine does not use: Ray, and readers of data sets."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.split(".")[0] in {"ray", "pandas", "datasets", "wandb", "tensorboard"}:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        module = types.ModuleType(spec.name)
-        vars(module)["__getattr__"] = lambda name: mock.MagicMock(name=name)
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
-sys.meta_path.append(Absent())
+# An engine does not use Ray and readers of data sets.
+missing.replace("ray", "pandas", "datasets", "wandb", "tensorboard")
 sys.modules["trl"] = None  # type: ignore[assignment] # another version than verl's is installed
 
 import verl.utils.model  # noqa: E402
@@ -216,7 +195,7 @@ def refusals(folder: Path) -> list[str]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> Any:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     pair = min(world, 2)
@@ -246,8 +225,4 @@ def main(folder: Path) -> None:
     }
     if world > 1:
         found["refusals"] = refusals(folder)
-    torch.save(found, folder / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
-
-
-main(Path(sys.argv[1]))
+    return found
