@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move data in and out of sequence parallelism: packed samples, prefix trees, and LightRFT's names."""
 
+from ._attention.prefix_tree import PrefixTree, Tree
 from .ops.names.lightrft import (
     SPDataProcessor,
     gather_forward_split_backward_and_unpad,
     sp_slice_and_pad_input,
 )
 from .ops.packing import PackedSamples
-from .ops.prefix_tree import Edges, Tree
-from .ops.tree_samples import PrefixTree
+from .ops.tree_row import Edges
 
 __all__ = [
     "Edges",

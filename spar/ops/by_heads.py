@@ -15,7 +15,7 @@ from .._exchange.layouts import Layout
 from .._group.group import Group
 from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
 from .heads import HeadExchange
-from .prefix_tree import Tree, agree, check_tree
+from .tree_row import TreeRow, agree, check_tree
 from .unused import depending_on
 
 _NAME = "by_heads"
@@ -31,7 +31,7 @@ def by_heads(
     cu_seqlens: bool = False,
     seq_dim: int = 1,
     head_dim: int = 2,
-    tree: Tree | None = None,
+    tree: TreeRow | None = None,
     state: Sequence[int] = (),
 ) -> Any:
     """Exchange tokens for heads, run a function on the whole sequence of own heads, and exchange back.
@@ -182,7 +182,7 @@ def _along(
     fn: Callable[..., Any],
     own: Sequence[Tensor],
     parameters: Sequence[Tensor | None],
-    tree: Tree,
+    tree: TreeRow,
     state: Sequence[int],
     seq: int,
 ) -> Tensor:

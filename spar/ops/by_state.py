@@ -19,8 +19,8 @@ from .._exchange.autocast import no_autocast
 from ..sequence_layout import SequenceLayout, checked_numbers
 from .fragments import Fragment, fragments_of
 from .gather import transpose_for
-from .prefix_tree import Tree, agree, check_tree
 from .tree_fragments import fragments_of_tree
+from .tree_row import TreeRow, agree, check_tree
 from .unused import depending_on
 
 _NAME = "by_state"
@@ -52,7 +52,7 @@ def by_state(
     correct: Callable[..., Tensor] | None = None,
     like: int = 0,
     seq_dim: int = 1,
-    tree: Tree | None = None,
+    tree: TreeRow | None = None,
 ) -> Tensor:
     """Run a recurrence over a sharded sequence; only states travel, whose size does not depend on its length.
 
@@ -156,7 +156,7 @@ class _Passing:
         tensors: Sequence[Tensor],
         layout: SequenceLayout,
         seq: int,
-        tree: Tree | None,
+        tree: TreeRow | None,
     ) -> None:
         self.call, self.given, self.tensors, self.layout, self.seq = call, given, tensors, layout, seq
         if tree is None:

@@ -22,9 +22,9 @@ from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_any_traced, is_transformed, must_record
 from ..sequence_layout import SequenceLayout, checked_numbers
-from .prefix_tree import Tree
 from .tree_branches import places_of
 from .tree_fragments import fragments_of_tree, plan_ancestors
+from .tree_row import TreeRow
 
 
 class Windows(NamedTuple):
@@ -129,7 +129,7 @@ def convolve(
     return result
 
 
-def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: Tree, before: int, dim: int) -> Tensor:
+def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: TreeRow, before: int, dim: int) -> Tensor:
     """Apply a causal function of `before` tokens and one more along each path of a tree.
 
     Each of this rank's fragments stands behind its own ancestors, in a copy: one exchange.

@@ -9,10 +9,10 @@ from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, plan_pieces
 from .._exchange.layouts import shards
 from ..sequence_layout import numbers_of
 from .fragments import Fragment, Succession
-from .prefix_tree import Tree
+from .tree_row import TreeRow
 
 
-def fragments_of_tree(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succession]:
+def fragments_of_tree(tree: TreeRow, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     """Return the runs of one segment that a rank holds, in the order of its tokens, and their succession.
 
     A fragment's document is its segment. Before it are all fragments on its path.
@@ -20,7 +20,7 @@ def fragments_of_tree(tree: Tree, world: int, rank: int) -> tuple[list[Fragment]
     return tree.remember(("fragments", rank), lambda: _fragments(tree, world, rank))
 
 
-def _fragments(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succession]:
+def _fragments(tree: TreeRow, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     of_ranks = _of_ranks(tree, world)
     inside: list[list[tuple[int, int, int]]] = [[] for _ in tree.segments]  # start, owner, index
     for owner, found in enumerate(of_ranks):
@@ -55,7 +55,7 @@ def _fragments(tree: Tree, world: int, rank: int) -> tuple[list[Fragment], Succe
     )
 
 
-def _of_ranks(tree: Tree, world: int) -> list[list[Fragment]]:
+def _of_ranks(tree: TreeRow, world: int) -> list[list[Fragment]]:
     starts = [segment.first for segment in tree.segments]
     of_ranks = []
     for held in shards(numbers_of(tree.layout, 0), world):
@@ -73,12 +73,12 @@ def _of_ranks(tree: Tree, world: int) -> list[list[Fragment]]:
     return of_ranks
 
 
-def plan_ancestors(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
+def plan_ancestors(tree: TreeRow, before: int, world: int, rank: int) -> GatherPlan:
     """Return what gathers each of a rank's fragments behind `before` of its ancestors; zeros before roots."""
     return tree.remember(("ancestors", before, rank), lambda: _plan(tree, before, world, rank))
 
 
-def _plan(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
+def _plan(tree: TreeRow, before: int, world: int, rank: int) -> GatherPlan:
     wanted = [
         [interval for x in found for interval in (*_ancestors(tree, x.start, before), (x.start, x.size))]
         for found in _of_ranks(tree, world)
@@ -86,7 +86,7 @@ def _plan(tree: Tree, before: int, world: int, rank: int) -> GatherPlan:
     return plan_pieces(shards(numbers_of(tree.layout, 0), world), wanted, rank)
 
 
-def _ancestors(tree: Tree, place: int, count: int) -> list[Interval]:
+def _ancestors(tree: TreeRow, place: int, count: int) -> list[Interval]:
     """Return the runs of the nearest ancestors of a place, the farthest first; zeros stand before a root."""
     found: list[Interval] = []
     number = bisect.bisect_right(tree.segments, place, key=lambda segment: segment.first) - 1

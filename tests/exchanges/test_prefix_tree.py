@@ -16,8 +16,8 @@ from conftest import Ranks
 from torch import Tensor
 
 import spar
+from spar._attention.prefix_tree import SpansOfTree
 from spar.data import PrefixTree, Tree
-from spar.ops.prefix_tree import SpansOfTree
 from spar.ops.tree_cut import cut_by_work
 
 pytestmark = pytest.mark.one_transport

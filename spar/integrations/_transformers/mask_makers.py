@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..._attention.prefix_tree import SpansOfTree
 from ..._attention.spans import Spans
 from ..._model.leaves import has_blocks, refuse
 from ..._model.part import part_of
 from ..._model.spans_mask import dense_of, mask_of
 from ..._model.view import View, current_view, without_view
-from ...ops.prefix_tree import SpansOfTree
 from .masks import WINDOWS, MaskRequest, leaves_intervals, parts_of
 
 # Smaller masks stay booleans: their memory is no concern, and one fused kernel may beat many blocks.

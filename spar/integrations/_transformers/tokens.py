@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._attention.prefix_tree import SpansOfTree, Tree
 from ..._model.part import Part, has_part, mark, part_of
 from ..._model.rules.products import shared
 from ..._model.view import View, without_view
 from ...groups import init
 from ...ops.convolution import can_correct, convolve, convolve_tree
 from ...ops.fragments import fragments_of
-from ...ops.prefix_tree import SpansOfTree, Tree
 from ...ops.tree_fragments import fragments_of_tree
 from ...sequence_layout import SequenceLayout
 from ...sizes import share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix tree of samples: a row of tokens that has each common prefix once, over the ranks of a group."""
+"""A row of a prefix tree: tokens that samples share are once, over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,43 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._attention.spans import Spans
-from .._checks import check_int, digest
+from .._checks import digest
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import shards
 from .._group.registry import place_of
 from ..errors import MismatchError
 from ..sequence_layout import SequenceLayout, numbers_of
 from .gather import all_gather
-from .tree_branches import Branch, ends_of, places_of, segments_of
+from .tree_branches import Branch, places_of, segments_of
 from .tree_cut import cut_by_work
 
 _NAME = "PrefixTree"
 _IGNORED = -100  # the label of a token that has no next one
-LayoutOf = Callable[["Tree"], SequenceLayout]
+LayoutOf = Callable[[Any], SequenceLayout]  # of a Tree
 Result = TypeVar("Result")
 
 
-class Tree:
-    """A row of a `PrefixTree`: samples whose common prefixes are one.
-
-    Places number its tokens in depth-first order. A token's ancestors are those before it in its samples, and
-    its depth is their number. Tensors are whole, and on the CPU.
-
-    Attributes:
-        input_ids: int64 `[1, S]`.
-        position_ids: int64 `[1, S]`, the depths.
-        labels: int64 `[1, S]`, the next token, which is that of all samples that have one; else -100.
-        parents: int64 `[S]`, the place of the token before; -1 of a root.
-        segments: the runs of places between forks, `(first, size, parent)`: a recurrence begins each one with
-            the state behind its parent, the number of another segment, or -1.
-        counts: int64 `[S]`, how many samples have the token.
-        places: for each sample int64 `[length]`, the places of its tokens.
-        is_first: for each sample bool `[length]`, whether its token is the first copy of its place: as a mask
-            it trains each place once.
-        layout: how the S tokens lie on the ranks.
-        samples: how the samples' tokens lie: each sample is a document, and each token on its place's rank.
-    """
+class TreeRow:
+    """What operations use of a `Tree`, a row of a `PrefixTree`: all but its attention."""
 
     def __init__(
         self,
@@ -131,40 +112,6 @@ class Tree:
         layout = SequenceLayout("documents", numbers, self.layout.group)
         return layout, self._local[places[owner == ranks.rank]]
 
-    def batch(self) -> dict[str, Tensor | Spans]:
-        """Return the arguments of a transformers model, to which `use_cache=False` is to be added."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": self.spans(),
-        }
-
-    def spans(self, left: int | None = None) -> Spans:
-        """Return which tokens each one attends to: its ancestors and itself, for all `method`s of attention.
-
-        left: so many of the nearest ancestors, as by `Spans.window(S, left, 0)` in each sample; None: all.
-            A window of `spar.attention` counts places instead, so it is no window of the samples.
-        """
-        depths = int(self.position_ids.max()) + 1
-        most = None if left is None else check_int(f"{_NAME}.spans", "left", left, 0)
-        return self.along(Spans.window(depths, most, 0))
-
-    def along(self, spans: Spans) -> Spans:
-        """Return which tokens each one attends to, where spans say which depths a depth attends to.
-
-        spans: of one sample that is as long as the deepest path. What is behind a token is left out.
-
-        Raises:
-            ValueError: spans are of another length, or differ between samples or heads.
-        """
-        depths = int(self.position_ids.max()) + 1
-        if spans.shape != (1, 1, depths, depths):
-            raise ValueError(
-                f"{_NAME}.along: spans is {spans}; expected Spans of one sample of {depths} tokens, the "
-                "deepest path"
-            )
-        return self.remember(("spans", spans.digest), lambda: SpansOfTree(self, spans))
-
     def remember(self, key: Any, make: Callable[[], Result]) -> Result:
         """Return what was made of this tree by this key, or make it: all layers ask for the same."""
         if key not in self._made:
@@ -205,7 +152,7 @@ def agree(name: str, tree: Any) -> None:
     Raises:
         MismatchError: they have other trees. Every rank raises.
     """
-    if not isinstance(tree, Tree) or tree.is_compared:
+    if not isinstance(tree, TreeRow) or tree.is_compared:
         return
     own = torch.tensor([tree.digest], device="cpu")
     digests = all_gather(own, tree.layout.group).tolist()
@@ -219,7 +166,7 @@ def agree(name: str, tree: Any) -> None:
 
 def check_tree(call: Arguments, tree: Any, layout: SequenceLayout) -> None:
     """Check that a layout is that of a tree."""
-    if not isinstance(tree, Tree):
+    if not isinstance(tree, TreeRow):
         raise call.type_error("tree", f"a {type(tree).__name__}", "a Tree of spar.data.PrefixTree, or None")
     if layout is not tree.layout:
         raise call.error("layout", f"{layout}", f"that of the tree, {tree.layout}")
@@ -237,7 +184,7 @@ class Edges:
         layout: of the edges, each on the rank of its place.
     """
 
-    def __init__(self, tree: Tree, counted: Tensor) -> None:
+    def __init__(self, tree: TreeRow, counted: Tensor) -> None:
         """Take the places that have a token which is counted: bool, of all samples' tokens, one by one."""
         places = torch.cat(tree.places)
         is_edge = torch.zeros_like(tree.parents, dtype=torch.bool)
@@ -257,22 +204,3 @@ class Edges:
     def expand(self, x: Tensor) -> Tensor:
         """Return `[1, T/P]` for this rank's tokens of the samples: what x has for their edges, else 0."""
         return torch.nn.functional.pad(x, (0, 1)).index_select(1, self._expand.to(x.device))
-
-
-class SpansOfTree(Spans):
-    """Spans of a tree's tokens, by which layers with a mask of their own find the tree."""
-
-    def __init__(self, tree: Tree, of_depths: Spans) -> None:
-        super().__init__(ends_of(tree.branches, of_depths.on_cpu[0, 0]))
-        self.tree, self.layout, self._of_depths = tree, tree.layout, of_depths
-
-    # They never change: a copy is the same.
-
-    def __deepcopy__(self, memo: object) -> SpansOfTree:
-        return self
-
-    def __copy__(self) -> SpansOfTree:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SpansOfTree, (self.tree, self._of_depths)

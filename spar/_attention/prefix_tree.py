@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PrefixTree`: the samples of a batch in rows that have each common prefix once."""
+"""`PrefixTree`: the samples of a batch in rows that have each common prefix once, and their attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,90 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_ints
+from .._checks import check_int, check_ints
+from ..ops.packing import PackedSamples
+from ..ops.tree_branches import common, ends_of, merge, sorted_by_tokens
+from ..ops.tree_row import Edges, LayoutOf, TreeRow
 from ..topology.resolve import Group, process_group
-from .packing import PackedSamples
-from .prefix_tree import Edges, LayoutOf, Tree
-from .tree_branches import common, merge, sorted_by_tokens
+from .spans import Spans
 
 _NAME = "PrefixTree"
 _INTS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8
+
+
+class Tree(TreeRow):
+    """A row of a `PrefixTree`: samples whose common prefixes are one.
+
+    Places number its tokens in depth-first order. A token's ancestors are those before it in its samples, and
+    its depth is their number. Tensors are whole, and on the CPU.
+
+    Attributes:
+        input_ids: int64 `[1, S]`.
+        position_ids: int64 `[1, S]`, the depths.
+        labels: int64 `[1, S]`, the next token, which is that of all samples that have one; else -100.
+        parents: int64 `[S]`, the place of the token before; -1 of a root.
+        segments: the runs of places between forks, `(first, size, parent)`: a recurrence begins each one with
+            the state behind its parent, the number of another segment, or -1.
+        counts: int64 `[S]`, how many samples have the token.
+        places: for each sample int64 `[length]`, the places of its tokens.
+        is_first: for each sample bool `[length]`, whether its token is the first copy of its place: as a mask
+            it trains each place once.
+        layout: how the S tokens lie on the ranks.
+        samples: how the samples' tokens lie: each sample is a document, and each token on its place's rank.
+    """
+
+    def batch(self) -> dict[str, Tensor | Spans]:
+        """Return the arguments of a transformers model, to which `use_cache=False` is to be added."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.spans(),
+        }
+
+    def spans(self, left: int | None = None) -> Spans:
+        """Return which tokens each one attends to: its ancestors and itself, for all `method`s of attention.
+
+        left: so many of the nearest ancestors, as by `Spans.window(S, left, 0)` in each sample; None: all.
+            A window of `spar.attention` counts places instead, so it is no window of the samples.
+        """
+        depths = int(self.position_ids.max()) + 1
+        most = None if left is None else check_int(f"{_NAME}.spans", "left", left, 0)
+        return self.along(Spans.window(depths, most, 0))
+
+    def along(self, spans: Spans) -> Spans:
+        """Return which tokens each one attends to, where spans say which depths a depth attends to.
+
+        spans: of one sample that is as long as the deepest path. What is behind a token is left out.
+
+        Raises:
+            ValueError: spans are of another length, or differ between samples or heads.
+        """
+        depths = int(self.position_ids.max()) + 1
+        if spans.shape != (1, 1, depths, depths):
+            raise ValueError(
+                f"{_NAME}.along: spans is {spans}; expected Spans of one sample of {depths} tokens, the "
+                "deepest path"
+            )
+        return self.remember(("spans", spans.digest), lambda: SpansOfTree(self, spans))
+
+
+class SpansOfTree(Spans):
+    """Spans of a tree's tokens, by which layers with a mask of their own find the tree."""
+
+    def __init__(self, tree: Tree, of_depths: Spans) -> None:
+        super().__init__(ends_of(tree.branches, of_depths.on_cpu[0, 0]))
+        self.tree, self.layout, self._of_depths = tree, tree.layout, of_depths
+
+    # They never change: a copy is the same.
+
+    def __deepcopy__(self, memo: object) -> SpansOfTree:
+        return self
+
+    def __copy__(self) -> SpansOfTree:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SpansOfTree, (self.tree, self._of_depths)
 
 
 class PrefixTree(PackedSamples):
