@@ -22,7 +22,8 @@ from llamafactory.v1.trainers.sft_trainer import SFTTrainer
 from llamafactory.v1.utils.callbacks import TrainerCallback
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from trainers.models import qwen2_config
+from transformers import OPTConfig, OPTForCausalLM, Qwen2ForCausalLM
 
 import spar
 import spar.integrations.llamafactory as plug
@@ -80,15 +81,7 @@ def train(
     folder: Path, size: int, weighted: bool = False, lora: bool = False, **options: Any
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=24,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,  # which 2 ranks do not divide
-        num_key_value_heads=1,
-        use_cache=False,
-    )
+    config = qwen2_config(use_cache=False)
     model: Any = Qwen2ForCausalLM(config)
     if lora:
         model = get_peft_model(

@@ -26,7 +26,6 @@ import verl.utils.model  # noqa: E402
 from transformers import (  # noqa: E402
     GptOssConfig,
     GptOssForCausalLM,
-    Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
 )
@@ -62,6 +61,7 @@ def init_without_broadcast(self: Any, *args: Any, sync_module_states: bool = Fal
 
 FullyShardedDataParallel.__init__ = init_without_broadcast  # type: ignore[method-assign]
 
+from trainers.models import qwen2_config  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils.dataset.dataset_utils import DatasetPadMode  # noqa: E402
 from verl.utils.tensordict_utils import get_tensordict  # noqa: E402
@@ -112,16 +112,7 @@ def model_of(folder: Path, kind: Any = Qwen2ForCausalLM, tied: bool = False, **o
     path = folder / f"{kind.__name__}-{tied}-{dist.get_rank()}"
     if not path.is_dir():
         torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=64,
-            hidden_size=24,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=3,  # which 2 ranks do not divide
-            num_key_value_heads=1,
-            tie_word_embeddings=tied,
-            num_labels=1,
-        )
+        config = qwen2_config(tie_word_embeddings=tied, num_labels=1)
         kind(config).save_pretrained(path)
     options |= {"external_lib": "spar.integrations.verl"} if dist.get_world_size() > 1 else {}
     attention = {"attn_implementation": "sdpa"}
