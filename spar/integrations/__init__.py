@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock models and trainers over a sharded sequence.
 
-Each module imports its library inside its functions; but `verl` and `torchtitan`, which these import.
+Each module imports its library inside its functions; but `axolotl`, `swift` and `verl`, at once.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import (
+        axolotl as axolotl,
         diffusers as diffusers,
         lightning as lightning,
         llamafactory as llamafactory,
+        swift as swift,
         torchtitan as torchtitan,
         trainer as trainer,
         transformers as transformers,
         verl as verl,
     )
 
-_MODULES = "diffusers", "lightning", "llamafactory", "torchtitan", "trainer", "transformers", "verl"
+_MODULES = (
+    "axolotl",
+    "diffusers",
+    "lightning",
+    "llamafactory",
+    "swift",
+    "torchtitan",
+    "trainer",
+    "transformers",
+    "verl",
+)
 
 
 def __getattr__(name: str) -> object:
