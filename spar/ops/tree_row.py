@@ -127,6 +127,7 @@ class TreeRow:
 
         x: `[..., S/P, ...]`, of this rank's tokens of `layout`, which are along `dim`.
         """
+        _check_own(f"{_NAME}.expand", x, dim, self.layout)
         return x.index_select(dim, self._index.to(x.device))
 
     def shard_labels(self) -> Tensor:
@@ -164,6 +165,16 @@ def agree(name: str, tree: Any) -> None:
     tree.is_compared = True
 
 
+def _check_own(where: str, x: Tensor, dim: int, layout: SequenceLayout) -> None:
+    """Check that a tensor has this rank's tokens: of the whole row others would be selected, in silence."""
+    rank = place_of(layout.group).rank
+    if x.size(dim) != layout.sizes[rank]:
+        raise ValueError(
+            f"{where} on rank {rank}: x is of shape {list(x.shape)}; expected {layout.sizes[rank]} in dim "
+            f'{dim}, this rank\'s tokens in {layout}: parallelize with outputs="parts"'
+        )
+
+
 def check_tree(call: Arguments, tree: Any, layout: SequenceLayout) -> None:
     """Check that a layout is that of a tree."""
     if not isinstance(tree, TreeRow):
@@ -190,6 +201,7 @@ class Edges:
         is_edge = torch.zeros_like(tree.parents, dtype=torch.bool)
         is_edge[places[counted]] = True
         chosen = is_edge.nonzero()[:, 0]
+        self._of_tree = tree.layout
         self.layout, self._index = tree.select(chosen, [len(chosen)])
         self.labels = self.layout.shard(tree.labels[:, chosen], 1)
         rank = place_of(tree.layout.group).rank
@@ -199,8 +211,10 @@ class Edges:
 
     def of(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return what this rank's edges have of what its tokens of the tree have: `[1, E/P, ...]`."""
+        _check_own("Edges.of", x, dim, self._of_tree)
         return x.index_select(dim, self._index.to(x.device))
 
     def expand(self, x: Tensor) -> Tensor:
         """Return `[1, T/P]` for this rank's tokens of the samples: what x has for their edges, else 0."""
+        _check_own("Edges.expand", x, 1, self.layout)
         return torch.nn.functional.pad(x, (0, 1)).index_select(1, self._expand.to(x.device))

@@ -238,6 +238,10 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         tree.spans(-1)
     with pytest.raises(ValueError, match=r"spans is Spans\(.*expected Spans of one sample of 3 tokens"):
         tree.along(spar.Spans.causal(4))
+    edges = PrefixTree([[1, 2, 3]], group).edges([torch.ones(3)])
+    for of_rank in (tree.expand, edges.of, edges.expand):  # the whole row
+        with pytest.raises(ValueError, match=r"x is of shape \[1, 3\]; expected \d in dim 1, this rank's"):
+            of_rank(torch.zeros(1, 3))
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]])
     padded = PrefixTree(torch.tensor([[0, 5, 6], [5, 6, 0]]), group, mask=mask)
     assert padded.trees[0].input_ids.tolist() == [[5, 6]] and padded.trees[0].counts.tolist() == [2, 2]
