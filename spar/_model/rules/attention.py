@@ -189,7 +189,8 @@ def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Ten
         single = q.dim() == 3
         spans = None if single else spans_of(mask)
         chosen = method
-        if spans is None and keys is part and _is_tree(part):
+        given = part.parts.mask
+        if given is not None and spans is None and keys is part and _are_tokens_of(given, part):
             raise ValueError(
                 f"a layer's attention on rank {part.parts.rank} of {part.parts.world} did not get the mask "
                 "of the prefix tree, so branches would attend to each other; expected a model that passes it "
@@ -211,10 +212,9 @@ def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Ten
     return run
 
 
-def _is_tree(part: Part) -> bool:
-    """Whether a part is of the tokens of a tree, whose mask the caller passed."""
-    mask = part.parts.mask
-    return mask is not None and part.is_sequence and part.lengths == (mask.keys,)
+def _are_tokens_of(given: Spans, part: Part) -> bool:
+    """Whether a part is of the tokens of the tree whose mask the caller passed."""
+    return part.is_sequence and part.lengths == (given.keys,)
 
 
 def _mask(mask: Tensor, batch: int, queries: int, keys: int, single: bool) -> Tensor:
