@@ -6,6 +6,7 @@ verl imports it where `model.external_lib=spar.integrations.verl` names it, in e
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ class _SequenceParallel:
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.sequence_group is not None:
-            parallelize(unwrap_peft_model(module), self.sequence_group, outputs="parts")
+            model, group = unwrap_peft_model(module), self.sequence_group
+            parallelize(model, group, layout=lambda _: self._layout, outputs="parts")
         return super()._build_fsdp_module(module)  # type: ignore[misc]
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:
@@ -98,7 +100,10 @@ class _SequenceParallel:
                 f"{WHERE}: a micro-batch has {tokens} tokens; expected at least "
                 f"{self.ulysses_sequence_parallel_size}, the number of ranks that share it"
             )
-        self._layout = SequenceLayout.even(tokens, self.sequence_group)
+        # Samples stay whole on a rank, where ranks stay balanced.
+        starts = (inputs["position_ids"].reshape(-1)[:tokens] == 0).nonzero()[:, 0].tolist()
+        lengths = [end - start for start, end in pairwise([*starts, tokens])]
+        self._layout = SequenceLayout.balanced(lengths, self.sequence_group)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
             kept[name] = self._layout.shard(kept[name], 0)
         return inputs, kept
