@@ -51,7 +51,7 @@ def fragments_of(layout: SequenceLayout, world: int, rank: int) -> tuple[list[Fr
 
 def _found(numbers: Layout, packed: bool, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     fragments = [_of_rank(runs, packed) for runs in shards(numbers, world)]
-    return fragments[rank], _succession(fragments, rank)
+    return fragments[rank], succession(fragments, rank)
 
 
 # The layers of a model ask for the same fragments.
@@ -74,8 +74,14 @@ def _of_rank(held: Sequence[Piece], packed: bool) -> list[Fragment]:
     return found
 
 
-def _succession(fragments: Sequence[Sequence[Fragment]], rank: int) -> Succession:
-    """Return the succession of a rank's fragments among those of all ranks."""
+def succession(
+    fragments: Sequence[Sequence[Fragment]], rank: int, parents: Sequence[int] | None = None
+) -> Succession:
+    """Return the succession of a rank's fragments among those of all ranks.
+
+    parents: of a prefix tree, whose documents are its segments: the number of each one's parent, or -1.
+        Before a segment are all fragments on its path.
+    """
     documents: dict[int, list[tuple[int, int, int]]] = {}
     for owner, of_rank in enumerate(fragments):
         for index, fragment in enumerate(of_rank):
@@ -84,7 +90,8 @@ def _succession(fragments: Sequence[Sequence[Fragment]], rank: int) -> Successio
             while at and fragment.start < runs[at - 1][0]:  # Dynamo sorts no symbolic ints.
                 at -= 1
             runs.insert(at, (fragment.start, owner, index))
-    last = {runs[-1][1:] for runs in documents.values()}
+    inner = set(parents or ())
+    last = {runs[-1][1:] for document, runs in documents.items() if document not in inner}
     gathered = [
         (owner, index)
         for owner, of_rank in enumerate(fragments)
@@ -93,10 +100,16 @@ def _succession(fragments: Sequence[Sequence[Fragment]], rank: int) -> Successio
     ]
     number = {place: i for i, place in enumerate(gathered)}
     before: dict[int, tuple[int, ...]] = {}
-    for runs in documents.values():
+    paths: dict[int, tuple[int, ...]] = {-1: ()}  # of segments, with their own fragments
+    # A parent is numbered before its children.
+    for document in documents if parents is None else range(len(parents)):
+        runs = documents[document]
+        path = () if parents is None else paths[parents[document]]
         for i, (_, owner, index) in enumerate(runs):
             if owner == rank:
-                before[index] = tuple([number[place[1:]] for place in runs[:i]])
+                before[index] = path + tuple([number[place[1:]] for place in runs[:i]])
+        if document in inner:
+            paths[document] = path + tuple([number[place[1:]] for place in runs])
     own = range(len(fragments[rank]))
     return Succession(
         tuple([sum([owner == peer for owner, _ in gathered]) for peer in range(len(fragments))]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut a row of tokens among ranks, so that each has as many tokens and as much work."""
+"""Divide a row of tokens among ranks: equal tokens, and nearly equal work."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import bisect
 from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, plan_pieces
 from .._exchange.layouts import shards
 from ..sequence_layout import numbers_of
-from .fragments import Fragment, Succession
+from .fragments import Fragment, Succession, succession
 from .tree_row import TreeRow
 
 
@@ -22,37 +22,7 @@ def fragments_of_tree(tree: TreeRow, world: int, rank: int) -> tuple[list[Fragme
 
 def _fragments(tree: TreeRow, world: int, rank: int) -> tuple[list[Fragment], Succession]:
     of_ranks = _of_ranks(tree, world)
-    inside: list[list[tuple[int, int, int]]] = [[] for _ in tree.segments]  # start, owner, index
-    for owner, found in enumerate(of_ranks):
-        for index, fragment in enumerate(found):
-            inside[fragment.document].append((fragment.start, owner, index))
-    for runs in inside:
-        runs.sort()
-    inner = {segment.parent for segment in tree.segments}
-    ends = {runs[-1][1:] for number, runs in enumerate(inside) if number not in inner}
-    gathered = [
-        (owner, index)
-        for owner, found in enumerate(of_ranks)
-        for index in range(len(found))
-        if (owner, index) not in ends
-    ]
-    number_of = {place: number for number, place in enumerate(gathered)}
-    above: list[tuple[int, ...]] = []  # of each segment
-    before: dict[int, tuple[int, ...]] = {}
-    for segment, runs in zip(tree.segments, inside, strict=True):
-        path: tuple[int, ...] = ()
-        if segment.parent >= 0:
-            path = *above[segment.parent], *[number_of[run[1:]] for run in inside[segment.parent]]
-        above.append(path)
-        for at, (_, owner, index) in enumerate(runs):
-            if owner == rank:
-                before[index] = *path, *[number_of[run[1:]] for run in runs[:at]]
-    own = range(len(of_ranks[rank]))
-    return of_ranks[rank], Succession(
-        tuple([sum([owner == peer for owner, _ in gathered]) for peer in range(world)]),
-        tuple([before[index] for index in own]),
-        tuple([(rank, index) in number_of for index in own]),
-    )
+    return of_ranks[rank], succession(of_ranks, rank, [segment.parent for segment in tree.segments])
 
 
 def _of_ranks(tree: TreeRow, world: int) -> list[list[Fragment]]:
