@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from .._attention.spans import Spans
 from ..sequence_layout import SequenceLayout
 from .part import Parts, placement
+from .view import View
 
 LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
 _MOST = 64  # layouts, whose functions are planned anew
@@ -93,3 +98,36 @@ class BatchParts:
     @property
     def _where(self) -> str:
         return f"a sharded model's forward on rank {self.usual.rank} of {self.usual.world}"
+
+
+def check_read(view: View, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Refuse spans that a layer did not read: tokens would see others than they say, in silence."""
+    spans = [name for name, x in batch.items() if isinstance(x, Spans)]
+    if not spans:
+        return
+    read, parts, kind = view.spans_read, view.parts, type(model).__name__
+    if not read.masks + read.along or read.along < read.layers:
+        raise ValueError(
+            f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
+            f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
+        )
+    if not read.masks or parts.mask is None:
+        return
+    if batch.get("position_ids") is None:
+        raise ValueError(
+            "position_ids are not given beside the mask of a prefix tree, so the model numbers tokens by "
+            "their places; expected tree.position_ids, as in tree.batch()"
+        )
+    if not _takes_positions(frozenset(type(module) for module in model.modules())):
+        raise ValueError(
+            f"position_ids are those of a prefix tree, and no module of the {kind} takes any: it numbers "
+            "tokens by their places; expected samples without a tree: spar.data.PackedSamples or padding"
+        )
+
+
+@functools.lru_cache(64)
+def _takes_positions(kinds: frozenset[type]) -> bool:
+    """Whether a module takes position_ids beside its mask; embeddings that do so alone may get none."""
+    wanted = {"attention_mask", "position_ids"}
+    forwards: list[Any] = [kind.forward for kind in kinds]  # type: ignore[attr-defined]
+    return any(wanted <= inspect.signature(each).parameters.keys() for each in forwards)

@@ -27,7 +27,7 @@ from ..topology.resolve import Group, process_group
 from ..topology.topology import current
 from .agreement import Agreement, device_of
 from .backends import Backend, backend_of_trace
-from .batch_parts import BatchParts, LayoutOf
+from .batch_parts import BatchParts, LayoutOf, check_read
 from .blocks import Shards, find_blocks, number_of
 from .compiled import Compiled, backend_of
 from .compiled_code import of_its_own
@@ -204,13 +204,6 @@ class _Sharded:
             else:
                 module.forward = before
 
-    @functools.cached_property
-    def takes_positions(self) -> bool:
-        """Whether a module takes position_ids beside its mask; embeddings that do so alone may get none."""
-        wanted = {"attention_mask", "position_ids"}
-        forwards = [type(module).forward for module in self.model.modules()]
-        return any(wanted <= inspect.signature(forward).parameters.keys() for forward in forwards)
-
     @property
     def is_running(self) -> bool:
         return current_view() is self.view
@@ -365,7 +358,7 @@ class _ModelForward(_Forward):
                 view.spans_read = SpansRead()
                 with intercepted(view), view.forward(args, kwargs):
                     output = self._in_view(backend, args, kwargs)
-                    self._check_read(args, kwargs)
+                    check_read(view, sharded.model, self._named(args, kwargs))
                     output = view.output(output)
                 sharded.agreement.end(view.word)
                 view.library.follow(view, *kwargs.values(), output)
@@ -381,30 +374,6 @@ class _ModelForward(_Forward):
                 view.backend_of = eagerly
         self._warn()
         return output
-
-    def _check_read(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse spans that a layer did not read: tokens would see others than they say, in silence."""
-        spans = [name for name, x in self._named(args, kwargs).items() if isinstance(x, Spans)]
-        read = self.sharded.view.spans_read
-        if spans and (not read.masks + read.along or read.along < read.layers):
-            parts, kind = self.sharded.view.parts, type(self.sharded.model).__name__
-            raise ValueError(
-                f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
-                f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
-            )
-        if not read.masks or self.sharded.view.parts.mask is None:
-            return
-        if self._named(args, kwargs).get("position_ids") is None:
-            raise ValueError(
-                "position_ids are not given beside the mask of a prefix tree, so the model numbers tokens by "
-                "their places; expected tree.position_ids, as in tree.batch()"
-            )
-        if not self.sharded.takes_positions:
-            kind = type(self.sharded.model).__name__
-            raise ValueError(
-                f"position_ids are those of a prefix tree, and no module of the {kind} takes any: it numbers "
-                "tokens by their places; expected samples without a tree: spar.data.PackedSamples or padding"
-            )
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by the names of the forward's parameters, or by their places."""
