@@ -193,9 +193,9 @@ class Training(nn.Module):
         return loss_of(self.model(**inputs).sample)
 
 
-def check_report(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_report(rank: int, world: int, group: Group) -> None:
     def shard(training: nn.Module, batch: Any) -> Any:
-        enable(training.model, group, compiled, sd3_inputs())
+        parallelize(training.model, group)
         return batch
 
     report = spar.testing.compare(Training, sd3_inputs(), shard, group, reduce="mean", show=False)
@@ -203,9 +203,8 @@ def check_report(rank: int, world: int, group: Group, compiled: bool) -> None:
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-6)
 
 
-@both_ways
-def test_comparison_with_one_process(ranks: Ranks, compiled: bool) -> None:
-    ranks(3, in_one_way, check_report, compiled)
+def test_comparison_with_one_process(ranks: Ranks) -> None:
+    ranks(3, check_report)
 
 
 def check_compiled_on_one_rank(rank: int, world: int, group: Group) -> None:
@@ -236,7 +235,7 @@ def test_blocks_that_one_rank_compiles_run_eagerly(ranks: Ranks) -> None:
     ranks(2, check_compiled_on_one_rank)
 
 
-def check_input_gradients(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_input_gradients(rank: int, world: int, group: Group) -> None:
     """The mean of the ranks' gradients of an input is that of one process, as for parameters."""
     model, results = flux(), []
     for average in (False, True):
@@ -248,14 +247,13 @@ def check_input_gradients(rank: int, world: int, group: Group, compiled: bool) -
             found = [spar.all_gather(x[None], group).mean(0) for x in found]
         results.append(found)
         if not average:
-            enable(model, group, compiled, flux_inputs())
+            parallelize(model, group)
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
 
 
-@both_ways
-def test_gradients_of_inputs(ranks: Ranks, compiled: bool) -> None:
-    ranks(3, in_one_way, check_input_gradients, compiled)
+def test_gradients_of_inputs(ranks: Ranks) -> None:
+    ranks(3, check_input_gradients)
 
 
 def check_backends(rank: int, world: int, group: Group) -> None:
@@ -370,7 +368,7 @@ def test_two_models_of_one_process(ranks: Ranks) -> None:
     ranks(2, check_two_models)
 
 
-def check_sampler(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_sampler(rank: int, world: int, group: Group) -> None:
     """A scheduler of diffusers, with classifier-free guidance as a batch of 2."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -392,10 +390,9 @@ def check_sampler(rank: int, world: int, group: Group, compiled: bool) -> None:
 
     model = wan()
     expected = sample(model)
-    enable(model, group, compiled)
+    parallelize(model, group)
     torch.testing.assert_close(sample(model), expected, rtol=1e-5, atol=1e-5)
 
 
-@both_ways
-def test_a_sampler_with_guidance(ranks: Ranks, compiled: bool) -> None:
-    ranks(2, in_one_way, check_sampler, compiled)
+def test_a_sampler_with_guidance(ranks: Ranks) -> None:
+    ranks(2, check_sampler)

@@ -202,7 +202,7 @@ def check_compiled(rank: int, world: int, group: Group, name: str, config: dict[
     assert not [each for each in report.functions if each.in_block], report
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
 def test_scans_are_nodes_of_compiled_blocks(pool: Ranks, name: str) -> None:
     pool(2, check_compiled, name, ONE_OF_EACH[name])
 

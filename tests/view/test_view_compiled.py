@@ -257,15 +257,14 @@ def check_hooks(rank: int, world: int, group: Group) -> None:
 
         return change
 
-    for when in ("both", "one", "forward"):
-        for is_late in (False, True):
-            compared = Compared(of(Block), group)
-            if is_late:
-                compared.step(inputs())
-                compared.step(inputs(1))
-            compared.apply(hooked(when))
-            for seed in range(2, 5):
-                compared.step(inputs(seed))
+    for when, is_late in (("both", False), ("both", True), ("one", True), ("forward", False)):
+        compared = Compared(of(Block), group)
+        if is_late:
+            compared.step(inputs())
+            compared.step(inputs(1))
+        compared.apply(hooked(when))
+        for seed in range(2, 4):
+            compared.step(inputs(seed))
 
 
 def test_hooks_and_forwards_of_inner_modules_are_in_no_other_layers_graph(ranks: Ranks) -> None:
