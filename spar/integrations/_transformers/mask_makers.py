@@ -25,7 +25,7 @@ from .masks import WINDOWS, MaskRequest, leaves_intervals, parts_of
 LEAST_BYTES = 1 << 22
 _NAME, _EAGER = "sdpa", "eager"
 _WITHOUT_TOKENS = {"mlp", "moe"}  # layers of Nemotron-H in which no token sees another one
-# Layers whose functions run along a prefix tree: `scans`.
+# Layers whose functions run along a prefix tree: `served`.
 _ALONG_TREES = {"linear_attention", "conv", "hybrid", "mamba"}
 _PLAIN = ("causal_mask_function", "bidirectional_mask_function")
 _ARGUMENTS = (

@@ -3,7 +3,7 @@
 
 transformers calls their functions by global names of a model's module. While a view runs, functions of the
 same names stand before them, which compute on parts. All names of transformers on which this depends stand in
-`scans`, as of transformers 5.23: what has other parameters runs as any code.
+`served`, as of transformers 5.23: what has other parameters runs as any code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..._model.leaves import is_traced, leaf
 from ..._model.part import has_part
 from ..._model.view import View, current_view
 from .eager import are_weights_read
-from .scans import LIGHTNING_NAMES, SERVED, Function, lightning
+from .scans import LIGHTNING_NAMES, lightning
+from .served import SERVED, Function
 
 _LIBRARY = "transformers."
 # Of layers of parallelized models, by module or class, and name: transformers' function, and what stands

@@ -9,9 +9,9 @@ is: for arguments that are not parts of one sequence, or a state.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ from ..._model.part import has_part, part_of, whole_shape
 from ..._model.view import View, without_view
 from ...ops.by_heads import by_heads
 from ...ops.by_state import by_state
-from ...ops.unused import depending_on
-from .tokens import Tokens, tokens_of
+from .tokens import has_documents, tokens_of
 
 
-def _convolution(
+def convolution(
     view: View,
     own: Callable[..., Any],
     x: Tensor,
@@ -38,7 +37,7 @@ def _convolution(
     tokens = tokens_of(view, 2, [x], weight, bias, others)
     if tokens is None:
         return NotImplemented
-    if _has_documents(others):
+    if has_documents(others):
         tokens.refuse_tree("a convolution with documents")
         return NotImplemented
 
@@ -53,7 +52,7 @@ def _convolution(
     return tokens.run("causal_conv1d", x.size(0) * weight.numel(), run, x)
 
 
-def _delta_rule(
+def delta_rule(
     view: View,
     own: Callable[..., Any],
     query: Tensor,
@@ -73,7 +72,7 @@ def _delta_rule(
         return NotImplemented
     state = value.size(0), value.size(2), key.size(3), value.size(3)
     has_states = tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:]))
-    if (has_states or tokens.tree) and (output_final_state or _has_documents(others)):
+    if (has_states or tokens.tree) and (output_final_state or has_documents(others)):
         tokens.refuse_tree("a gated delta rule with a cache or documents")
         return NotImplemented
     states: list[Tensor] = []
@@ -98,149 +97,7 @@ def _delta_rule(
     return y, states[0] if states else None
 
 
-def _chunk_scan(
-    view: View,
-    own: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    **others: Any,
-) -> Any:
-    """Run Mamba 2's scan by heads, or by state; B and C have groups of heads."""
-    tensors = [x, dt, B, C]
-    tokens = tokens_of(view, 1, tensors, A, D, dt_bias, others)
-    if tokens is None or initial_states is not None or others.get("z") is not None:
-        return NotImplemented
-    batch, _, heads, width = x.shape
-    state = batch, heads, width, B.size(3)
-    has_states = tokens.passes_states(tensors, heads * width * (1 + B.size(3)))
-    if (has_states or tokens.tree) and (return_final_states or _has_documents(others)):
-        tokens.refuse_tree("Mamba 2's scan with a cache or documents")
-        return NotImplemented
-    states: list[Tensor] = []
-
-    def whole(
-        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        y = own(x, dt, A, B, C, D=D, dt_bias=bias, return_final_states=return_final_states, **others)
-        if return_final_states:
-            y, final = y
-            states.append(tokens.all_heads(final, heads))
-        return y.to(x.dtype)  # mamba_ssm's; torch's is float32
-
-    def continued(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, *rest: Any) -> Any:
-        D, bias, state = rest
-        given = {"dt_bias": bias, "initial_states": state, "return_final_states": True}
-        y, final = own(x, dt, A, B, C, D=D, **given, **others)
-        return y.to(x.dtype), final
-
-    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Any:
-        if has_states:
-            return _chunk_scan_by_state(tokens, own, [x, dt, A, B, C], D, dt_bias, state, others)
-        given: dict[str, Any] = {"parameters": [A, D, dt_bias]}
-        if tokens.tree is not None:
-            return by_heads(continued, [x, dt, B, C], tokens.layout, **given, tree=tokens.tree, state=state)
-        return by_heads(whole, [x, dt, B, C], tokens.layout, **given)
-
-    y = tokens.run("mamba2_chunk_scan", 2 * prod(state), run, *tensors)
-    return (y, states[0]) if states else y
-
-
-def _chunk_scan_by_state(
-    tokens: Tokens,
-    own: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: tuple[int, ...],
-    others: dict[str, Any],
-) -> Tensor:
-    x, dt, A, B, C = tensors
-    if D is not None and D.requires_grad and not x.requires_grad:
-        x = depending_on(x, [D])  # a rank without tokens does not call the kernel
-    # The kernel gets the time steps of which the decays are made, so that both round alike.
-    others = {**others}
-    softplus, limit = others.pop("dt_softplus", False), others.get("dt_limit")
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    dt = dt if dt_bias is None else dt + dt_bias
-    dt = torch.nn.functional.softplus(dt) if softplus else dt
-    dt = dt if limit is None else dt.clamp(*limit)
-
-    def alone(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, _: Tensor, state: Tensor) -> Any:
-        y, final = own(x, dt, A, B, C, D=D, dt_bias=None, return_final_states=True, **others)
-        return y.to(x.dtype), final
-
-    def decay(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, exponents: Tensor) -> Tensor:
-        factor: Tensor = exponents.sum(1).exp()
-        return factor[..., None, None]
-
-    def correct(
-        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, exponents: Tensor, state: Tensor
-    ) -> Tensor:  # [B, T, G, N] by [B, H, P, N]
-        C = C.to(state.dtype).transpose(1, 2)
-        with no_autocast(C.device.type):
-            added: Tensor = C[:, :, None] @ state.unflatten(1, (C.size(1), -1)).transpose(3, 4)
-        return added.flatten(1, 2).transpose(1, 2) * exponents.cumsum(1).exp()[..., None]
-
-    tensors = [x, dt, B, C, dt * A]
-    given: dict[str, Any] = {"decay": True, "correct": correct, "tree": tokens.tree}
-    return by_state(alone, tensors, tokens.layout, state, decay, **given)
-
-
-def _selective_scan(
-    view: View,
-    own: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    *,
-    return_last_state: bool = False,
-    **others: Any,
-) -> Any:
-    """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
-    tokens = tokens_of(view, 2, [x, dt, B, C, *([] if z is None else [z])], A, D, delta_bias, others)
-    if tokens is None:
-        return NotImplemented
-    tokens.refuse_tree("Mamba 1's scan")
-    if x.size(1) < tokens.world:
-        return NotImplemented
-    channels = x.size(1)
-    finals: list[Tensor] = []
-
-    def whole(
-        x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        B, C = (state[:, 0].transpose(1, 2) for state in (B, C))
-        y = own(x, dt, A, B, C, D=D, delta_bias=bias, return_last_state=return_last_state, **others)
-        if return_last_state:
-            y, final = y
-            finals.append(tokens.all_heads(final, channels))
-        return y.to(x.dtype)
-
-    def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Tensor:
-        states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-        given: dict[str, Any] = {"parameters": [A, D, delta_bias], "seq_dim": 2, "head_dim": 1}
-        y: Tensor = by_heads(whole, [x, dt, *states], tokens.layout, **given)
-        # Of own tokens: the gate is not exchanged.
-        return y if z is None else y * torch.nn.functional.silu(z)
-
-    y = tokens.run("mamba_selective_scan", 2 * x.size(0) * A.numel(), run, x, dt, B, C, z)
-    return (y, finals[0]) if finals else y
-
-
-def _rwkv(
+def rwkv(
     view: View,
     own: Callable[..., Any],
     time_decay: Tensor,
@@ -268,7 +125,7 @@ def _rwkv(
     return tokens.run("rwkv_linear_attention", 4 * key.size(0) * key.size(2), run, key, value), None
 
 
-def _linear_unit(
+def linear_unit(
     view: View,
     own: Callable[..., Any],
     layer: Any,
@@ -308,7 +165,7 @@ def _linear_unit(
     return y, finals[0]
 
 
-def _not_fused(view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def not_fused(view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return None, upon which the layer calls the convolution and the scan themselves."""
     return None if has_part(args, kwargs) else NotImplemented
 
@@ -394,51 +251,6 @@ def lightning(
     return layer.out_proj(gate * layer.norm(y.flatten(2))), None
 
 
-def _has_documents(options: dict[str, Any]) -> bool:
-    """Whether a kernel is to keep packed documents apart, of the whole sequence."""
-    return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
-
-
-class Function(NamedTuple):
-    """A function of transformers.
-
-    Attributes:
-        run: computes it on parts: run(view, own, ...), own being transformers'.
-        parameters: names of its parameters that are passed to it.
-        like: of which argument its result has the shape and the dtype; None: it has none.
-        state: the option by which it also returns a state.
-        returns_state: whether it returns a state in any case, which is None without the option.
-        is_method: whether it is a method of the layer's class, which a graph does not have as a node.
-    """
-
-    run: Callable[..., Any]
-    parameters: tuple[str, ...] = ()
-    like: int | None = None
-    state: str = ""
-    returns_state: bool = False
-    is_method: bool = False
-
-
-_DELTA = Function(
-    _delta_rule, ("g", "beta", "initial_state", "output_final_state"), 2, "output_final_state", True
-)
-SERVED = {
-    "causal_conv1d_fn": Function(_convolution, ("weight", "bias", "activation"), 0),
-    "torch_chunk_gated_delta_rule": _DELTA,
-    "chunk_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": Function(
-        _chunk_scan, ("D", "dt_bias", "initial_states", "return_final_states"), 0, "return_final_states"
-    ),
-    "mamba_selective_scan": Function(
-        _selective_scan, ("D", "z", "delta_bias", "return_last_state"), 0, "return_last_state"
-    ),
-    "rwkv_linear_attention": Function(_rwkv, ("key", "value", "state"), 2, "return_state", True),
-    "_rnn_scan": Function(
-        _linear_unit, ("hidden_states", "recurrent_gate", "reset", "recurrent_states"), is_method=True
-    ),
-    "mamba2_split_conv1d_scan_combined": Function(_not_fused),
-    "mamba_inner_fn": Function(_not_fused),
-}
 # MiniMax's layer: the names that its forward has in it
 LIGHTNING_NAMES = {"qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "head_dim", "block_size"} | {
     "slope_rate",

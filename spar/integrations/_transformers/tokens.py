@@ -131,6 +131,11 @@ def tokens_of(view: View, dim: int, tensors: Sequence[Tensor], *others: Any) -> 
     return Tokens(view, part, mask.tree.layout, mask.tree)
 
 
+def has_documents(options: dict[str, Any]) -> bool:
+    """Whether a kernel is to keep packed documents apart, of the whole sequence."""
+    return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+
+
 def hosts_of(group: Any, device: torch.device) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host. Collective before the group's first exchange."""
     with without_view():
