@@ -322,8 +322,7 @@ class Spans:
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
                 f"Spans has no attribute {name!r}; if a model's code reads its mask as a tensor, expected a "
-                "model under spar.parallelize, which makes masks of Spans, with "
-                'attn_implementation="sdpa" and output_router_logits=False'
+                'model under spar.parallelize, which makes masks of Spans, with attn_implementation="sdpa"'
             )
 
     # transformers counts the tokens of padding on the left of a mask where it makes chunks: there are none.

@@ -26,7 +26,17 @@ from spar.integrations._transformers.tokens import Tokens
 
 PRELOAD = [
     f"transformers.models.{name}.modeling_{name}"
-    for name in ("llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "llama4")
+    for name in (
+        "llama",
+        "mistral",
+        "qwen3",
+        "qwen3_moe",
+        "gemma2",
+        "gemma3",
+        "gpt_oss",
+        "llama4",
+        "mixtral",
+    )
 ]
 pytestmark = pytest.mark.one_transport
 
@@ -143,7 +153,7 @@ def check_model(
     **options: Any,
 ) -> None:
     model, one = pair(make, group, outputs="parts", **options)
-    name, world = type(model).__name__, group.size()
+    name = type(model).__name__
     for each in (model, one):
         if hasattr(each, "set_experts_implementation"):
             each.set_experts_implementation("eager")  # grouped products have no float64
@@ -156,12 +166,16 @@ def check_model(
     assert abs(loss - expected_loss) < limit * abs(expected_loss), (name, loss, expected_loss)
     loss.backward()
     expected_loss.backward()
+    check_same_gradients(model, one, group, limit)
+
+
+def check_same_gradients(model: Any, one: Any, group: Group, limit: float) -> None:
     most = max(p.grad.abs().max() for p in one.parameters() if p.grad is not None)
     for (where, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(grad, group=group)
         known = torch.zeros_like(q) if q.grad is None else q.grad
-        assert (grad / world - known).abs().max() < limit * most, (name, where)
+        assert (grad / group.size() - known).abs().max() < limit * most, (type(model).__name__, where)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -254,7 +268,7 @@ ALONG = [
 REFUSED = {  # type: the error
     "jamba": "Mamba 1's scan runs along a sequence from its first token on",
     "zamba": "Mamba 1's scan runs along",
-    "rwkv": "RWKV's attention runs along",
+    "rwkv": "RWKV's attention runs along a sequence from its first token on",
     "recurrent_gemma": "which some layers of the RecurrentGemmaForCausalLM ignore",
 }
 
@@ -342,6 +356,54 @@ def check_by_places(rank: int, world: int, group: Group) -> None:
 
 def test_models_that_count_places_are_refused(pool: Ranks) -> None:
     pool(2, check_by_places)
+
+
+# ---- losses of routers ----
+
+ROUTERS: dict[str, Any] = {
+    "Qwen3-MoE": maker("qwen3 moe"),
+    "Mixtral": maker("Mixtral", num_local_experts=4),
+    "gpt-oss": maker(MODELS["sinks"][0], **MODELS["sinks"][1]),
+}
+
+
+def check_routers(rank: int, world: int, group: Group, name: str, layout: str, checkpoints: bool) -> None:
+    """One process has the padded samples, and their mask of padding."""
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
+        for each in (given()[0], [torch.ones_like(x) for x in given()[0]])
+    )
+    tree = PrefixTree(SAMPLES, group, layout=layout).trees[0]
+    model, one = pair(ROUTERS[name], group, outputs="parts")
+    for each in (model, one):
+        each.set_experts_implementation("eager")  # grouped products have no float64
+        if checkpoints:
+            each.train().gradient_checkpointing_enable({"use_reentrant": False})
+    asked = {"use_cache": False, "output_router_logits": True}
+    loss = model(**tree.batch(), **asked).aux_loss
+    expected = one(input_ids=ids, attention_mask=mask, **asked).aux_loss
+    assert abs(loss - expected) < LIMIT * expected
+    loss.backward()
+    expected.backward()
+    check_same_gradients(model, one, group, LIMIT)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("world, layout, checkpoints", [(2, "even", False), (3, "balanced", True)])
+def test_losses_of_routers(pool: Ranks, world: int, layout: str, checkpoints: bool, name: str) -> None:
+    pool(world, check_routers, name, layout, checkpoints)
+
+
+def check_uncounted(rank: int, world: int, group: Group) -> None:
+    tree = PrefixTree(SAMPLES, group).trees[0]
+    model, _ = pair(maker("qwen3 moe"), group, torch.float32)
+    batch = tree.batch() | {"attention_mask": tree.spans() & spar.Spans.causal(tree.layout.total)}
+    with pytest.raises(ValueError, match="does not say how often a token counts; expected the mask of"):
+        model(**batch, use_cache=False, output_router_logits=True)
+
+
+def test_router_loss_of_tokens_without_counts_is_refused(pool: Ranks) -> None:
+    pool(2, check_uncounted)
 
 
 # ---- memory ----

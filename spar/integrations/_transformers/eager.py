@@ -233,7 +233,7 @@ def are_weights_read(module: Any, kwargs: dict[str, Any]) -> bool:
         return True
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collected = capturing._active_collector.get() if capturing is not None else None
-    if any("hidden_states" not in name for name in collected or ()):
+    if any("hidden_states" not in name and name != "router_logits" for name in collected or ()):
         return True
     hooks = [*module._forward_hooks.values(), *torch.nn.modules.module._global_forward_hooks.values()]
     return not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks)

@@ -103,19 +103,19 @@ def _standing_for(own: Callable[..., Any], function: Function, key: str) -> Call
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            has_node = is_traced() and not function.is_method and not kwargs.get(function.state)
-            if not has_node:
+            has_code = function.is_method or function.reads_mask or kwargs.get(function.state)
+            if has_code or not is_traced():
                 return own(*args, **kwargs)
             return None if function.like is None else _in_graph(key, *args, **kwargs)
         view = current_view()
-        if view is None:
+        if view is None and not function.reads_mask:
             return own(*args, **kwargs)
         return _run(view, own, function, args, kwargs)
 
     return call
 
 
-def _run(view: View, own: Callable[..., Any], function: Function, args: Any, kwargs: Any) -> Any:
+def _run(view: View | None, own: Callable[..., Any], function: Function, args: Any, kwargs: Any) -> Any:
     names = _parameters_of(own)
     # A layer may hand on all that it got, such as rotary embeddings, of which the function names nothing.
     known = {name: x for name, x in kwargs.items() if name in names or not has_part(x)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .given_masks import router_loss
 from .scans import convolution, delta_rule, linear_unit, not_fused, rwkv
 from .state_spaces import chunk_scan, selective_scan
 
@@ -20,6 +21,8 @@ class Function(NamedTuple):
         state: the option by which it also returns a state.
         returns_state: whether it returns a state in any case, which is None without the option.
         is_method: whether it is a method of the layer's class, which a graph does not have as a node.
+        reads_mask: whether it reads the caller's mask: then it is replaced also where no view runs, and a
+            graph has its code.
     """
 
     run: Callable[..., Any]
@@ -28,6 +31,7 @@ class Function(NamedTuple):
     state: str = ""
     returns_state: bool = False
     is_method: bool = False
+    reads_mask: bool = False
 
 
 _DELTA = Function(
@@ -49,4 +53,5 @@ SERVED = {
     ),
     "mamba2_split_conv1d_scan_combined": Function(not_fused),
     "mamba_inner_fn": Function(not_fused),
+    "load_balancing_loss_func": Function(router_loss, ("gate_logits", "attention_mask"), reads_mask=True),
 }
