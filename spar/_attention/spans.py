@@ -313,7 +313,7 @@ class Spans:
         return self.remember("digest", lambda: digest(self.on_cpu))
 
     def __getitem__(self, index: object) -> Any:
-        raise TypeError(
+        raise ValueError(
             f"{self}: the model's code reads its mask as a tensor; expected a model that makes masks of it"
         )
 

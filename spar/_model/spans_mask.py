@@ -23,7 +23,7 @@ class SpansRead:
     Attributes:
         masks: how many masks layers asked for.
         along: how many functions without attention ran along their tree.
-        layers: how many layers without attention the model has, if the spans have a tree.
+        layers: how many such functions are to, at least: one for each layer without attention.
     """
 
     masks: int = 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface
+from transformers.models.mamba import modeling_mamba
 
 import spar
 from spar.data import PrefixTree
@@ -36,6 +37,7 @@ PRELOAD = [
         "gpt_oss",
         "llama4",
         "mixtral",
+        "jamba",
     )
 ]
 pytestmark = pytest.mark.one_transport
@@ -264,10 +266,9 @@ def test_training(four: Ranks) -> None:
 ALONG = [
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "bamba", "falcon_h1"),
     *("granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "lfm2", "lfm2_moe", "lfm3", "minimax"),
+    *("jamba", "zamba", "mamba", "falcon_mamba"),
 ]
 REFUSED = {  # type: the error
-    "jamba": "Mamba 1's scan runs along a sequence from its first token on",
-    "zamba": "Mamba 1's scan runs along",
     "rwkv": "RWKV's attention runs along a sequence from its first token on",
     "recurrent_gemma": "which some layers of the RecurrentGemmaForCausalLM ignore",
 }
@@ -297,9 +298,16 @@ def check_refused(rank: int, world: int, group: Group) -> None:
         model, _ = pair(hybrid_models.maker(name), group, torch.float32)
         with pytest.raises(ValueError, match=error):
             model(**batch, use_cache=False)
-    model, _ = pair(hybrid_models.maker("mamba"), group, torch.float32)
-    with pytest.raises(TypeError, match="the model's code reads its mask as a tensor"):
-        model(**batch, use_cache=False)
+    model, one = pair(hybrid_models.maker("mamba"), group, torch.float32)
+    with pytest.raises(ValueError, match=r"Mamba 1's scan with a cache .* expected use_cache=False"):
+        model(**batch, use_cache=True)
+    with pytest.raises(ValueError, match="the model's code reads its mask as a tensor"):
+        one(**batch, use_cache=False)
+    with pytest.MonkeyPatch.context() as patch:
+        own = modeling_mamba.mamba_selective_scan
+        patch.setattr(modeling_mamba, "mamba_selective_scan", lambda *args, **options: own(*args, **options))
+        with pytest.raises(ValueError, match="all layers of the MambaForCausalLM ignore"):
+            model(**batch, use_cache=False)
     model, _ = pair(maker("llama"), group)
     with pytest.raises(ValueError, match="labels are given beside the mask of a prefix tree"):
         model(**batch, labels=batch["input_ids"], use_cache=False)
@@ -320,11 +328,14 @@ def test_what_cannot_be_right_is_refused(pool: Ranks) -> None:
     pool(2, check_refused)
 
 
+ALIBI = "the model's ALiBi counts places"
 OWN = "reads the mask of a prefix tree in code of its own"
 BY_PLACES: dict[str, tuple[str, dict[str, Any]]] = {  # models that would be wrong, and the error
     "BertForMaskedLM": ("lets tokens attend to later ones", {}),
     "GPTNeo": (OWN, {"num_heads": 4, "num_layers": 2, "attention_types": [[["local"], 2]], "window_size": 4}),
     "Mpt": (OWN, {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "Bloom": (ALIBI, {"n_head": 4, "n_layer": 2}),
+    "Falcon": (ALIBI, {"alibi": True}),
     "Bart": (
         "no module of the BartForCausalLM takes any",
         {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
@@ -364,6 +375,7 @@ ROUTERS: dict[str, Any] = {
     "Qwen3-MoE": maker("qwen3 moe"),
     "Mixtral": maker("Mixtral", num_local_experts=4),
     "gpt-oss": maker(MODELS["sinks"][0], **MODELS["sinks"][1]),
+    "Jamba": hybrid_models.maker("jamba"),
 }
 
 

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from ..._attention.prefix_tree import SpansOfTree
 from ..._attention.spans import Spans
 from ..._model.view import View
@@ -36,3 +38,25 @@ def router_loss(view: View | None, own: Callable[..., Any], *args: Any, **kwargs
         f"{own.__name__} of {own.__module__}: attention_mask is {mask}, {problem}; expected the mask of "
         "tree.batch() and a function of transformers 5.23, or output_router_logits=False"
     )
+
+
+def without_padding(
+    view: View | None, own: Callable[..., Any], hidden_states: Tensor, attention_mask: Any
+) -> Any:
+    """Return hidden states as they are: a tree has no padding, and the function behind follows it."""
+    if view is None or not isinstance(attention_mask, SpansOfTree):
+        return NotImplemented
+    view.spans_read.layers += 1  # if that function does not run along the tree, the forward raises
+    return hidden_states
+
+
+def biases_by_places(
+    view: View | None, own: Callable[..., Any], attention_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse biases of attention that count the places of a row."""
+    if isinstance(attention_mask, Spans):
+        raise ValueError(
+            f"attention_mask is {attention_mask}, and the model's ALiBi counts places of the row; "
+            "expected the samples as a padded batch"
+        )
+    return NotImplemented

@@ -21,7 +21,7 @@ from ..._model.part import has_part, part_of, whole_shape
 from ..._model.view import View, without_view
 from ...ops.by_heads import by_heads
 from ...ops.by_state import by_state
-from .tokens import has_documents, tokens_of
+from .tokens import ALONE, has_documents, tokens_of
 
 
 def convolution(
@@ -38,7 +38,7 @@ def convolution(
     if tokens is None:
         return NotImplemented
     if has_documents(others):
-        tokens.refuse_tree("a convolution with documents")
+        tokens.refuse_tree("a convolution with documents", ALONE)
         return NotImplemented
 
     def of_runs(x: Tensor) -> Any:  # the fourth parameter of causal_conv1d's function is not the activation
@@ -73,7 +73,7 @@ def delta_rule(
     state = value.size(0), value.size(2), key.size(3), value.size(3)
     has_states = tokens.passes_states(tensors, state[1] * state[2] * sum(state[2:]))
     if (has_states or tokens.tree) and (output_final_state or has_documents(others)):
-        tokens.refuse_tree("a gated delta rule with a cache or documents")
+        tokens.refuse_tree("a gated delta rule with a cache or documents", ALONE)
         return NotImplemented
     states: list[Tensor] = []
 
@@ -189,7 +189,7 @@ def lightning(
     if tokens is None:
         return NotImplemented
     if past_key_values is not None:
-        tokens.refuse_tree("lightning attention with a cache")
+        tokens.refuse_tree("lightning attention with a cache", ALONE)
         return NotImplemented
     batch, total = whole_shape(hidden_states)[:2]
     mixed = layer.act_fn(layer.qkv_proj(hidden_states))

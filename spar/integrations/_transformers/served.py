@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .given_masks import router_loss
+from .given_masks import biases_by_places, router_loss, without_padding
 from .scans import convolution, delta_rule, linear_unit, not_fused, rwkv
 from .state_spaces import chunk_scan, selective_scan
 
@@ -54,4 +54,8 @@ SERVED = {
     "mamba2_split_conv1d_scan_combined": Function(not_fused),
     "mamba_inner_fn": Function(not_fused),
     "load_balancing_loss_func": Function(router_loss, ("gate_logits", "attention_mask"), reads_mask=True),
+    "apply_mask_to_padding_states": Function(
+        without_padding, ("hidden_states", "attention_mask"), reads_mask=True
+    ),
+    "build_alibi_tensor": Function(biases_by_places, ("attention_mask",), reads_mask=True),
 }

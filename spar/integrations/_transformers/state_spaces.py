@@ -15,7 +15,7 @@ from ..._model.view import View
 from ...ops.by_heads import by_heads
 from ...ops.by_state import by_state
 from ...ops.unused import depending_on
-from .tokens import Tokens, has_documents, tokens_of
+from .tokens import ALONE, Tokens, has_documents, tokens_of
 
 
 def chunk_scan(
@@ -42,7 +42,7 @@ def chunk_scan(
     state = batch, heads, width, B.size(3)
     has_states = tokens.passes_states(tensors, heads * width * (1 + B.size(3)))
     if (has_states or tokens.tree) and (return_final_states or has_documents(others)):
-        tokens.refuse_tree("Mamba 2's scan with a cache or documents")
+        tokens.refuse_tree("Mamba 2's scan with a cache or documents", ALONE)
         return NotImplemented
     states: list[Tensor] = []
 
@@ -129,14 +129,18 @@ def selective_scan(
     return_last_state: bool = False,
     **others: Any,
 ) -> Any:
-    """Run Mamba 1's scan by channels, [B, C, S_local]. All channels share B and C [B, N, S_local]."""
+    """Run Mamba 1's scan by channels, [B, C, S_local], or along a tree by state.
+
+    All channels share B and C [B, N, S_local].
+    """
     tokens = tokens_of(view, 2, [x, dt, B, C, *([] if z is None else [z])], A, D, delta_bias, others)
     if tokens is None:
         return NotImplemented
-    tokens.refuse_tree("Mamba 1's scan")
-    if x.size(1) < tokens.world:
-        return NotImplemented
+    if return_last_state:
+        tokens.refuse_tree("Mamba 1's scan with a cache", ALONE)
     channels = x.size(1)
+    if tokens.tree is None and channels < tokens.world:
+        return NotImplemented
     finals: list[Tensor] = []
 
     def whole(
@@ -150,11 +154,55 @@ def selective_scan(
         return y.to(x.dtype)
 
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> Tensor:
-        states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
-        given: dict[str, Any] = {"parameters": [A, D, delta_bias], "seq_dim": 2, "head_dim": 1}
-        y: Tensor = by_heads(whole, [x, dt, *states], tokens.layout, **given)
+        if tokens.tree is not None:  # Its kernel takes no state: along a tree states are passed.
+            y = _selective_scan_by_state(tokens, own, [x, dt, B, C], A, D, delta_bias, others)
+        else:
+            states = [state.transpose(1, 2)[:, None] for state in (B, C)]  # one head for all channels
+            given: dict[str, Any] = {"parameters": [A, D, delta_bias], "seq_dim": 2, "head_dim": 1}
+            y = by_heads(whole, [x, dt, *states], tokens.layout, **given)
         # Of own tokens: the gate is not exchanged.
         return y if z is None else y * torch.nn.functional.silu(z)
 
     y = tokens.run("mamba_selective_scan", 2 * x.size(0) * A.numel(), run, x, dt, B, C, z)
     return (y, finals[0]) if finals else y
+
+
+def _selective_scan_by_state(
+    tokens: Tokens,
+    own: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    A: Tensor,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """Run Mamba 1's scan, whose kernel takes no state, and does not pass on the gradient of one."""
+    x, dt, B, C = tensors
+    if not x.requires_grad:
+        x = depending_on(x, [A, D, delta_bias])  # a rank without tokens does not call the kernel
+    steps = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    steps = steps if delta_bias is None else steps + delta_bias[:, None]
+    steps = torch.nn.functional.softplus(steps) if others.get("delta_softplus") else steps
+
+    def decays(steps: Tensor) -> Tensor:  # [B, C, T] to [B, C, T, N]
+        return (A[:, None] * steps[..., None]).exp()
+
+    def alone(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, steps: Tensor, _: Tensor) -> Any:
+        y = own(x, dt, A, B, C, D=D, delta_bias=delta_bias, **others)
+        left = steps.sum(2, keepdim=True) - steps.cumsum(2)
+        with no_autocast(x.device.type):
+            state = torch.einsum("bctn,bct,bnt->bcn", decays(left), steps * x, B.to(steps.dtype))
+        return y.to(x.dtype), state[..., None]
+
+    def decay(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, steps: Tensor) -> Tensor:
+        return decays(steps.sum(2, keepdim=True)).transpose(2, 3)
+
+    def correct(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, steps: Tensor, state: Tensor) -> Tensor:
+        with no_autocast(x.device.type):
+            return torch.einsum(
+                "bctn,bcn,bnt->bct", decays(steps.cumsum(2)), state[..., 0], C.to(state.dtype)
+            )
+
+    state = x.size(0), *A.shape, 1
+    given: dict[str, Any] = {"decay": True, "correct": correct, "seq_dim": 2, "tree": tokens.tree}
+    return by_state(alone, [x, dt, B, C, steps], tokens.layout, state, decay, **given)

@@ -20,6 +20,8 @@ from ...ops.tree_fragments import fragments_of_tree
 from ...sequence_layout import SequenceLayout
 from ...sizes import share
 
+ALONE = "use_cache=False, and no documents beside a tree"
+
 
 class Tokens(NamedTuple):
     """Parts of one sequence.
@@ -83,12 +85,12 @@ class Tokens(NamedTuple):
             succession = fragments_of_tree(self.tree, self.world, 0)[1]
         return sum(succession.sizes) * items * size * self.world
 
-    def refuse_tree(self, name: str) -> None:
-        """Raise for a function whose state nobody can pass on."""
+    def refuse_tree(self, name: str, expected: str = "the samples as a padded batch, without a tree") -> None:
+        """Raise for a function whose state nobody can pass on. expected: what the caller is to do."""
         if self.tree is not None:
             raise ValueError(
                 f"{name} runs along a sequence from its first token on, so a branch of the prefix tree would "
-                "continue another one; expected samples: spar.data.PackedSamples in place of PrefixTree"
+                f"continue another one; expected {expected}"
             )
 
     def all_heads(self, state: Tensor, heads: int) -> Tensor:
