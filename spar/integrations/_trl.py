@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from ._trainer import WHERE
+from ._trl_tree import use_trees
 from ._versions import check_version
 
 VERSION = 1, 16
@@ -16,21 +17,28 @@ _COMPARING = "DPOTrainer", "KTOTrainer"  # with a reference
 _TRAINERS = "SFTTrainer", "RewardTrainer", *_COMPARING, *_GENERATING
 
 
-def prepare(trainer: Any, checks_step: bool) -> None:
+def prepare(trainer: Any, checks_step: bool, prefix_tree: bool) -> None:
     """Refuse what would not give the numbers of one process; count sequence groups in the arguments.
 
     A trainer that is not of TRL is left as it is.
     """
     kinds = [each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl"]
+    name = kinds[0].__name__ if kinds else type(trainer).__name__
+    if prefix_tree and name not in _GENERATING:
+        raise ValueError(
+            f"{WHERE}: prefix_tree is True for {name}; expected False, or {' or '.join(_GENERATING)}, whose "
+            "samples share prompts"
+        )
     if not kinds:
         return
     check_version(WHERE, "trl", VERSION, VERSION)
-    name = kinds[0].__name__
     if name not in _TRAINERS:
         raise ValueError(f"{WHERE}: {name} of TRL was not tested; expected {', '.join(_TRAINERS)}")
     if name in _GENERATING:
         _check_generation(trainer, checks_step)
         _count_groups(trainer)
+    if prefix_tree:
+        use_trees(trainer)
     if name in _COMPARING:
         _shard_references(trainer)
 

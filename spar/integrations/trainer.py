@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,15 +23,22 @@ from ._trainer import (
     seeding_by_group,
 )
 from ._trainer_check import compare_with_one_process
+from ._trl import prepare
 
 __all__ = ["SequenceParallel", "install", "uninstall"]
 
+_Settings = tuple[int, bool, bool, dict[str, Any]]
 _Trainer: Any = object  # what the mixin precedes: transformers is not imported before it is used
 _replaced: list[tuple[Any, str, Any]] = []  # by `install`: the class, the name, and what was there
 
 
 def install(
-    sequence_parallel_size: int, *, check: bool = False, mixin: type | None = None, **options: Any
+    sequence_parallel_size: int,
+    *,
+    check: bool = False,
+    prefix_tree: bool = False,
+    mixin: type | None = None,
+    **options: Any,
 ) -> None:
     """Let every Trainer that is made from now on shard its sequences over ranks.
 
@@ -45,11 +51,15 @@ def install(
             are data-parallel. `per_device_train_batch_size` and the like are those of a sequence group.
         check: whether the first training step compares the loss and the gradients with one process: each
             rank also runs the model whole, so take samples that fit.
+        prefix_tree: whether GRPOTrainer and RLOOTrainer of TRL compute the log-probabilities of a micro-batch
+            over its `spar.data.PrefixTree`: a prompt's tokens once for all of its generations. Any other
+            trainer raises ValueError. A `layout` other than "even" lays trees out "balanced".
         mixin: a class that derives from `SequenceParallel`, for trainers that need more; None: this.
         options: of `spar.parallelize`, such as `layout` and `method`; not `inputs` and `outputs`.
 
     Raises:
         ImportError: the version of transformers or accelerate is not one with which this was tested.
+        ValueError: sequence_parallel_size is not a positive int, or it is 1 and prefix_tree is True.
         RuntimeError: it is installed already.
     """
     check_versions()
@@ -57,7 +67,7 @@ def install(
         raise RuntimeError("integrations.trainer.install: it is installed; call uninstall() first")
     from transformers import Trainer
 
-    settings = {"_sequence_settings": _checked(sequence_parallel_size, check, options)}
+    settings = {"_sequence_settings": _checked(sequence_parallel_size, check, prefix_tree, options)}
     own = Trainer.__init__
 
     @functools.wraps(own)
@@ -84,9 +94,14 @@ def uninstall() -> None:
         setattr(*_replaced.pop())
 
 
-def _checked(size: Any, check: bool, options: Mapping[str, Any]) -> tuple[int, bool, dict[str, Any]]:
+def _checked(size: Any, check: bool, prefix_tree: bool, options: Mapping[str, Any]) -> _Settings:
     check_settings(WHERE, size, options)
-    return size, check, dict(options)
+    if prefix_tree and size == 1:
+        raise ValueError(
+            f"{WHERE}: prefix_tree is True, and sequence_parallel_size is 1; expected 2 or more, or "
+            "prefix_tree=False"
+        )
+    return size, check, prefix_tree, dict(options)
 
 
 class SequenceParallel(_Trainer):  # type: ignore[misc]
@@ -98,10 +113,11 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
     Args:
         sequence_parallel_size: as that of `install`.
         check: as that of `install`.
+        prefix_tree: as that of `install`.
         options: of `spar.parallelize`.
     """
 
-    _sequence_settings: tuple[int, bool, dict[str, Any]]
+    _sequence_settings: _Settings
     _is_loss_only = False  # in a prediction step
     # Methods besides Trainer's that read of a model's outputs its loss alone, unless they return the outputs.
     readers_of_loss: tuple[Any, ...] = ()
@@ -113,11 +129,12 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         *args: Any,
         sequence_parallel_size: int,
         check: bool = False,
+        prefix_tree: bool = False,
         options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
-        self._sequence_settings = _checked(sequence_parallel_size, check, options or {})
+        self._sequence_settings = _checked(sequence_parallel_size, check, prefix_tree, options or {})
         with replaced(seeding_by_group(self._sequence_settings[0])):
             super().__init__(*args, **kwargs)
 
@@ -125,16 +142,13 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        size, check, options = self._sequence_settings
+        size, check, prefix_tree, options = self._sequence_settings
         self.sequences, self._checks_step = Sequences(size, options), check and size > 1
         if size == 1:
             return
         check_arguments(self)
         self.sequences.begin(self.accelerator.device)
-        if "trl" in sys.modules:
-            from ._trl import prepare
-
-            prepare(self, check)
+        prepare(self, check, prefix_tree)
         self.accelerator.__class__ = accelerator_class()
         self.accelerator.sequences = self.sequences
         gather = self.accelerator.gather_for_metrics

@@ -15,7 +15,9 @@ from helpers.trainers import Run
 from helpers.trl_runs import Case, judged, rows, saved, talks
 from test_trainer import Group, four as four, two as two
 
+import spar.data
 import spar.integrations.trainer
+from spar.integrations import _trl_tree
 
 PRELOAD = [*llms.PRELOAD, "transformers.trainer", "peft", "trl.trainer.grpo_trainer"]
 PRELOAD += [f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "reward", "rloo")]
@@ -173,4 +175,46 @@ def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str,
     saved(tmp_path)  # not by two ranks at once
     expected = two(2, run_ranks, tmp_path, spread()[name], 1)
     for rank, found in enumerate(four(4, run_ranks, tmp_path, spread()[name], 2)):
+        trainers.check_same(found, expected[rank // 2], TOLERANCE, least=LEAST)
+
+
+# ---- over prefix trees ----
+
+TREES = ("GRPO", "GRPO LoRA", "RLOO again")
+Sizes = list[tuple[int, int]]
+
+
+def run_over_trees(rank: int, world: int, group: Group, folder: Path, case: Case) -> tuple[Run, Sizes]:
+    """Return a run, and for each tree the numbers of its samples' tokens and of its own."""
+    sizes = []
+
+    def watched(*args: Any, **kwargs: Any) -> spar.data.PrefixTree:
+        samples = spar.data.PrefixTree(*args, **kwargs)
+        sizes.append((samples.layouts[0].total, samples.trees[0].layout.total))
+        return samples
+
+    trainers.as_launched(rank, world)
+    spar.integrations.trainer.install(2, prefix_tree=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_trl_tree, "PrefixTree", watched)
+            return trl_runs.run(folder, case), sizes
+    finally:
+        spar.integrations.trainer.uninstall()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_prefix_trees_train_as_one_process(two: Ranks, name: str, tmp_path: Path) -> None:
+    expected = trl_runs.run(tmp_path, CASES[name])
+    for found, sizes in two(2, run_over_trees, tmp_path, CASES[name]):
+        trainers.check_same(found, expected, TOLERANCE, least=LEAST)
+        tokens, computed = map(sum, zip(*sizes, strict=True))
+        assert computed < 0.9 * tokens and len(sizes) >= 8
+
+
+def test_prefix_trees_of_data_parallel_groups(two: Ranks, four: Ranks, tmp_path: Path) -> None:
+    saved(tmp_path)
+    case = CASES["GRPO again, bnpo"]
+    expected = two(2, run_ranks, tmp_path, case, 1)
+    for rank, (found, _) in enumerate(four(4, run_over_trees, tmp_path, case)):
         trainers.check_same(found, expected[rank // 2], TOLERANCE, least=LEAST)

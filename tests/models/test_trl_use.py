@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Ranks
-from helpers import trainers, trl_runs
+from helpers import llms, trainers, trl_runs
 from helpers.trainers import Run
 from helpers.trl_runs import Case, saved
 from test_trainer import Group, four as four, two as two
-from test_trainer_use import FSDP2, installed, sharding_on_cpus
+from test_trainer_use import FSDP2, installed, sharding_on_cpus, stock
 from test_trl import (
     CASES,
     GRPO,
@@ -30,7 +30,8 @@ from test_trl import (
 
 import spar.integrations.trainer
 from spar._model.model import states_of
-from spar.integrations import _trl
+from spar.integrations import _trl, _trl_tree
+from spar.integrations._trainer import Sequences
 
 # ---- what each rank computes ----
 
@@ -99,16 +100,77 @@ def test_precomputed_references(two: Ranks, kind: str, tmp_path: Path) -> None:
 # ---- sharded parameters ----
 
 
-def sharded_on_ranks(rank: int, world: int, group: Group, folder: Path, case: Case) -> Run:
-    with installed(rank, world, 2), sharding_on_cpus():
+def sharded_on_ranks(
+    rank: int, world: int, group: Group, folder: Path, case: Case, options: dict[str, Any]
+) -> Run:
+    with installed(rank, world, 2, **options), sharding_on_cpus():
         return trl_runs.run(folder, case | {"arguments": case["arguments"] | FSDP2})
 
 
-@pytest.mark.parametrize("name", ["SFT packed", "GRPO"])
-def test_parameters_that_fsdp2_shards(two: Ranks, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("SFT packed", {}), ("GRPO", {}), ("GRPO", {"prefix_tree": True})]
+)
+def test_parameters_that_fsdp2_shards(two: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
     expected = trl_runs.run(tmp_path, CASES[name])
-    for found in two(2, sharded_on_ranks, tmp_path, CASES[name]):
+    for found in two(2, sharded_on_ranks, tmp_path, CASES[name], options):
         trainers.check_same(found, expected, TOLERANCE, least=LEAST)
+
+
+# ---- calls of a model over prefix trees ----
+
+
+def call(mask: str, *rows: list[int], keep: int = 3) -> dict[str, Any]:
+    """Return what TRL passes to a model. mask: of the tokens, in rows; keep: how many are completions'."""
+    ids, is_token = torch.tensor(rows), torch.tensor([[int(x) for x in row] for row in mask.split()])
+    labels = ids.masked_fill(is_token == 0, -100)
+    labels[:, :-keep] = -100
+    return {"input_ids": ids, "attention_mask": is_token, "labels": labels, "fused_lm_head": True}
+
+
+CALLS = {
+    "padded": (call("01111 11110 11111", [0, 5, 6, 7, 8], [9, 5, 6, 7, 0], [9, 5, 6, 8, 8]), True),
+    "equal samples": (call("11111 11111", [9, 5, 6, 7, 8], [9, 5, 6, 7, 8]), True),
+    "a completion that begins as a prompt goes on": (
+        call("01111 11111", [0, 9, 5, 6, 7], [9, 5, 6, 7, 8]),
+        True,
+    ),
+    "a truncated completion that does not count": (
+        call("11000 11111", [9, 5, 6, 7, 8], [9, 5, 6, 7, 8]),
+        True,
+    ),
+    "no label": (call("11000 11000", [9, 5, 6, 7, 8], [9, 5, 6, 7, 8]), True),
+    "fewer tokens than ranks": (call("01000 01000", [0, 5, 6, 7, 8], [0, 5, 6, 7, 8]), False),
+    "no prompt": (call("00111 11111", [0, 0, 6, 7, 8], [9, 5, 6, 7, 8]), False),
+}
+
+
+def calls_on_ranks(rank: int, world: int, group: Group) -> None:
+    from trl.trainer import utils
+
+    model, one = (llms.seeded(llms.maker("llama")) for _ in range(2))
+    for each in (model, one):
+        utils.add_fused_lm_head(each, temperature=0.7, outputs=("log_probs", "entropy"))
+    sequences = Sequences(2, {})
+    sequences.begin(torch.device("cpu"))
+    sequences.parallelize(model)
+    trees: list[bool] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: trees.append(isinstance(kwargs["attention_mask"], spar.Spans)),
+        with_kwargs=True,
+    )
+    for name, (given, has_tree) in CALLS.items():
+        expected = one(**given)
+        for on_gpus in (False, True):  # where TRL selects the tokens that have a label first
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(utils, "_use_triton", lambda device, found=on_gpus: found)
+                found = _trl_tree.over_tree(model, sequences, **given)
+            assert trees.pop() == has_tree, name
+            for kind in ("log_probs", "entropy"):
+                torch.testing.assert_close(getattr(found, kind), expected[kind], rtol=1e-5, atol=1e-5)
+
+
+def test_calls_over_trees(two: Ranks) -> None:
+    two(2, calls_on_ranks)
 
 
 # ---- seeds, and a mixin in place of install ----
@@ -201,6 +263,54 @@ def with_rollout(folder: Path) -> Case:
 def test_refused(two: Ranks, tmp_path: Path) -> None:
     saved(tmp_path)
     two(2, refuse_on_ranks, tmp_path)
+
+
+def tuned_prompts(folder: Path) -> Case:
+    from peft import PromptTuningConfig
+
+    return varied(folder) | {"peft_config": PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)}
+
+
+def experts(folder: Path) -> Any:
+    return saved(folder, "qwen3 moe")
+
+
+def refuse_trees_on_ranks(rank: int, world: int, group: Group, folder: Path) -> None:
+    import trl
+    from transformers import Trainer
+
+    class Own(trl.GRPOTrainer):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("it was called")
+
+    single = grpo(num_generations=2, eval_strategy="no") | {"size": 1}
+    refused = {
+        "prefix_tree is True for SFTTrainer; expected False, or GRPOTrainer or RLOOTrainer": CASES["SFT"],
+        "per_device_train_batch_size is 1; with prefix_tree=True expected 2 or more": single,
+        "that of routers, .* expected router_aux_loss_coef=0": grpo() | {"model": experts},
+        "peft_config is a PromptTuningConfig": grpo(trainer=tuned_prompts),
+    }
+    with installed(rank, world, 2, prefix_tree=True):
+        for message, case in refused.items():
+            with pytest.raises(ValueError, match=message):
+                trl_runs.run(folder, case)
+        with pytest.raises(ValueError, match="prefix_tree is True for Trainer; expected False"):
+            stock(folder, Trainer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trl, "GRPOTrainer", Own)
+            with pytest.raises(ValueError, match="Own has a _get_per_token_logps_and_entropies of its own"):
+                trl_runs.run(folder, grpo())
+
+
+def test_refused_trees(two: Ranks, tmp_path: Path) -> None:
+    for name in ("llama", "qwen3 moe"):
+        saved(tmp_path, name)
+    two(2, refuse_trees_on_ranks, tmp_path)
+    with pytest.raises(ValueError, match="prefix_tree is True, and sequence_parallel_size is 1"):
+        spar.integrations.trainer.install(1, prefix_tree=True)
+    given = CALLS["padded"][0] | {"pixel_values": None, "image_sizes": None}
+    with pytest.raises(ValueError, match="the samples have pixel_values, image_sizes; with prefix_tree=True"):
+        _trl_tree.over_tree(None, Sequences(2, {}), **given)
 
 
 @pytest.mark.parametrize(

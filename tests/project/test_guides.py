@@ -69,6 +69,7 @@ COMPILED_ONLY = {
     ("ms-swift.md", 0): "ms-swift: tests/trainers/test_swift.py",
     ("torchtitan.md", 0): "torchtitan: tests/trainers/test_torchtitan.py",
     ("trl.md", 0): "TRL: tests/models/test_trl.py",
+    ("trl.md", 1): "TRL: tests/models/test_trl.py",
     ("trees.md", 0): "a model of transformers: tests/models/test_trees.py runs this block",
     **{
         ("transformers.md", n): "a model of transformers: tests/models/test_transformers_training.py"

@@ -201,7 +201,7 @@ DIFFUSERS = {
     "disable": "model",
 }
 TRAINER = {
-    "install": "sequence_parallel_size, check=False, mixin=None, **options",
+    "install": "sequence_parallel_size, check=False, prefix_tree=False, mixin=None, **options",
     "uninstall": "",
 }
 LLAMA_FACTORY = {"install": "", "uninstall": ""}
