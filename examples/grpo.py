@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train by GRPO of TRL with its sequences sharded over ranks, beside one process.
 
-    torchrun --standalone --nproc-per-node 2 examples/grpo.py
+    torchrun --standalone --nproc-per-node 2 examples/grpo.py [--tree]
 
 The only line of spar is `install`. Prompts are the first words of topics of Python's own documentation, and
 the reward is a completion's share of small letters. The ranks sample completions together, by the sharded
-model. Rank 0 starts the same training in one process, without spar: both must agree in each step.
+model. With --tree they compute what completions share once, such as their prompt. Rank 0 starts the same
+training in one process, without spar: both must agree in each step.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def parse_arguments() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tree", action="store_true", help="compute what completions share once")
     parser.add_argument("--one-process", action="store_true", help="print the log without spar, and end")
     args = parser.parse_args()
     if "RANK" not in os.environ and not args.one_process:
@@ -102,7 +104,7 @@ def main() -> None:
             print(json.dumps(train(args, folder)[0]))
             return
         alone = one_process() if os.environ["RANK"] == "0" else None
-        spar.integrations.trainer.install(sequence_parallel_size=int(os.environ["WORLD_SIZE"]))
+        spar.integrations.trainer.install(int(os.environ["WORLD_SIZE"]), prefix_tree=args.tree)
         logged, trainer = train(args, folder)
     world = dist.get_world_size()
     dist.destroy_process_group()
@@ -118,7 +120,8 @@ def main() -> None:
     print(trainer.sequences.report)
     if not max(differences) < TOLERANCE or not logged[-1][1] > logged[0][1]:
         sys.exit(f"steps differ by {max(differences):.1e}; allowed: {TOLERANCE:.0e}. Rewards must also rise")
-    print(f"proved: GRPO of TRL learns the same over {world} ranks as in one process.")
+    how = ", over prefix trees," if args.tree else ""
+    print(f"proved: GRPO of TRL learns the same over {world} ranks{how} as in one process.")
 
 
 if __name__ == "__main__":

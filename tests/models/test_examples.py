@@ -53,7 +53,7 @@ def test_trainer_proves(tmp_path: Path) -> None:
 
 
 def test_grpo_proves(tmp_path: Path) -> None:
-    check(tmp_path, 2, "grpo.py", [], "proved: GRPO of TRL learns the same over 2 ranks")
+    check(tmp_path, 2, "grpo.py", ["--tree"], "the same over 2 ranks, over prefix trees, as in one process")
 
 
 def test_diffusion_proves(tmp_path: Path) -> None:
