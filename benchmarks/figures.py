@@ -116,6 +116,14 @@ PARTS = (
         runs=3,
     ),
     Part(
+        "memory",
+        "Memory of a rank",
+        "The peak of resident memory in a step of a small Llama, over that before it, of the worst rank.",
+        0,
+        ("benchmarks/memory.py", "--out", "{folder}/memory.png"),
+        plot="memory.png",
+    ),
+    Part(
         "hosts",
         "Between hosts",
         "Two hosts of two ranks, which are network namespaces of this machine, beside the usual code.",
