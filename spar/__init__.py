@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""spar: the sequence-parallel communication layer for PyTorch.
+"""spar: context parallelism for PyTorch, by one call and by operations.
 
 Operations on one process group, each differentiable:
 

@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+PAGES["README.md"] = "index.md"
 SOURCES = {page: name for name, page in PAGES.items()}
 LINK = re.compile(r"\[([^\[\]]+)\]\(([^()#:\s]+)(#[^()\s]*)?\)")
 INLINE = re.compile(r"<code>[^<]*[-(\[{][^<]*</code>")
@@ -51,8 +52,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         text, target, anchor = link[1], posixpath.normpath(posixpath.join(folder, link[2])), link[3] or ""
         if not (ROOT / target).is_file():
             return link[0]  # mkdocs reports it
-        if target == "README.md":
-            target = "docs/index.md"
         if not target.startswith("docs/") and target not in PAGES:
             return text
         to = PAGES.get(target, target.removeprefix("docs/"))

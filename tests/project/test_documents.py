@@ -27,6 +27,7 @@ import spar.utils
 
 ROOT = Path(__file__).parents[2]
 PERFORMANCE, FIGURES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("performance", "figures"))
+README = (ROOT / "README.md").read_text()
 SOURCES = ("benchmarks", "csrc", "docs", "examples", "fuzz", "release", "spar", "tests")
 
 
@@ -127,10 +128,66 @@ def fastest_and_slowest(table: str) -> tuple[float, float]:
 
 
 def test_gather_backward_figures_match_tables() -> None:
-    two, four = (FIGURES.split(f"\n## Operations, {ranks} ranks\n")[1].split("\n## ")[0] for ranks in (2, 4))
+    two, four = (figures(f"Operations, {ranks} ranks") for ranks in (2, 4))
     (text,) = re.findall(r"from 1 MB spar is (.*?) times faster on 2 ranks and (.*?) times on 4", PERFORMANCE)
     found = [tuple(float(bound) for bound in part.split(" to ")) for part in text]
     assert found == [fastest_and_slowest(two), fastest_and_slowest(four)]
+
+
+def figures(title: str) -> str:
+    """Return a section of docs/figures.md."""
+    return FIGURES.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_figures_of_readme_are_those_of_the_last_run() -> None:
+    expected: dict[int, list[str]] = {}
+    for ranks in (2, 4):
+        rows = re.findall(
+            r"^ *(\d+)  (usual )?ulysses +([\d.]+) ms \([\d.]+\) +([\d.]+) ms",
+            figures(f"Attention, {ranks} ranks"),
+            re.M,
+        )
+        found = {(int(total), bool(usual)): (float(a), float(b)) for total, usual, a, b in rows}
+        for total in sorted({total for total, _ in found}):
+            (step, outside), (usual_step, usual_outside) = found[total, False], found[total, True]
+            cells = f"{outside:.1f} ms", f"{usual_outside / outside:.1f}", f"{step / usual_step:.2f}"
+            expected.setdefault(total, []).extend(cells)
+    table = README.split("\n## How fast\n")[1].split("\n## ")[0]
+    rows_of_readme = re.findall(r"^\| ([\d,]+) \|(.*)\|$", table, re.M)
+    words = re.compile(r" times.*")
+    shown = {
+        int(total.replace(",", "")): [words.sub("", cell.strip()) for cell in row.split("|")]
+        for total, row in rows_of_readme
+    }
+    assert shown == expected and len(shown) == 5
+
+
+def test_speed_of_all_to_all_in_readme_is_that_of_the_last_run() -> None:
+    (row,) = re.findall(r"^\| all_to_all, forward \|(.*)\|$", figures("Operations, 2 ranks"), re.M)
+    factors = re.findall(r"\(([\d.]+) x", row)
+    text = "`all_to_all` alone is {} times faster than the usual code at 2 KB, and {} times at 100 MB"
+    assert text.format(factors[0], factors[-1]) in " ".join(README.split())
+
+
+def test_speed_on_a_gpu_in_readme_is_that_of_the_last_run() -> None:
+    log, text = (ROOT / "docs" / "gpu-verified.md").read_text(), " ".join(README.split())
+    ratios = [
+        float(spar) / float(alone)
+        for what in ("causal", "window of 512")
+        for spar, alone in re.findall(
+            rf"^\| [\d,]+ \| {what} \| .*? \| ([\d.]+), .*? \| \S+ ([\d.]+)", log, re.M
+        )
+    ]
+    causal, window = "takes {:.2f} and {:.2f} times as long as", "took {:.1f} and {:.1f} times as long as"
+    assert causal.format(*ratios[:2]) in text and window.format(*ratios[2:]) in text, ratios
+
+
+def test_memory_in_readme_is_that_of_the_last_run() -> None:
+    rows = re.findall(r"^ +(\d+) .* (\d+) MiB$", figures("Memory of a rank"), re.M)
+    last = {int(ranks): int(peak) for ranks, peak in rows}
+    shares = [f"{last[ranks] / last[1]:.2f}" for ranks in (2, 4, 8)]
+    text = "2, 4 and 8 ranks need {}, {} and {} of the {:,} MiB of one process"
+    assert text.format(*shares, last[1]) in " ".join(README.split())
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git to list the tracked files")

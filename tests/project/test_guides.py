@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -41,10 +41,9 @@ Names = dict[str, Any]
 
 # Blocks that this module only compiles, by page and number: why they do not run here.
 COMPILED_ONLY = {
-    ("README.md", 0): "the lines of transformers.md",
-    ("README.md", 1): "a pipeline of diffusers: tests/models/test_evaluation.py",
-    ("README.md", 3): "ends the process group: test_readme_example_runs",
-    ("attention.md", 4): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
+    ("README.md", 1): "ends the process group: test_examples_run",
+    ("attention.md", 1): "ends the process group: test_examples_run",
+    ("attention.md", 5): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     (
         "diffusers.md",
@@ -110,24 +109,42 @@ def test_blocks_compile_and_use_names_that_exist() -> None:
 
 
 class Small(torch.nn.Module):
-    """Any model: of a token's features, and the modules that the five lines of docs/index.md name."""
+    """Any model of a token's features."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(100, 32)
         self.qkv = torch.nn.Linear(32, 96)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.qkv(x)
 
 
-def loss_sum(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(y.flatten(0, 1).flatten(1), labels.flatten(), reduction="sum")
+class Output(NamedTuple):
+    loss: torch.Tensor
 
 
-def of_index(group: dist.ProcessGroup) -> Names:
-    tokens = torch.randint(32, (1, 19), generator=torch.Generator().manual_seed(0))
-    return {"model": Small(), "tokens": tokens, "labels": tokens, "loss_sum": loss_sum}
+class WithLoss(torch.nn.Module):
+    """A model that returns an output with a loss, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from helpers import meshes  # here, as DTensors take half a second to import
+
+        self.decoder = meshes.decoder()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        return Output(self.decoder(ids, labels))
+
+
+def of_readme(group: dist.ProcessGroup) -> Names:
+    """A model, and the batch of a data-parallel rank: half of the rows."""
+    from helpers import meshes
+    from torch.distributed.fsdp import fully_shard
+
+    first = group.rank() // 2 * 2
+    ids, labels = (x[first : first + 2] for x in meshes.batch(13))
+    given = {"model": WithLoss(), "batch": {"ids": ids, "labels": labels}}
+    return {**given, "fully_shard": fully_shard, "init_device_mesh": init_device_mesh}
 
 
 def of_ops(group: dist.ProcessGroup) -> Names:
@@ -259,12 +276,11 @@ def of_evaluation(group: dist.ProcessGroup) -> Names:
 
 
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
-    "README.md": of_any_model,
+    "README.md": of_readme,
     "any-model.md": of_any_model,
     "evaluation.md": of_evaluation,
     "meshes.md": of_meshes,
     "profiling.md": of_debugging,
-    "index.md": of_index,
     "ops.md": of_ops,
     "attention.md": of_attention,
     "gradients.md": of_gradients,
@@ -305,12 +321,13 @@ def check_packed(names: Names) -> None:
     assert torch.equal(names["positions"], places[names["layout"].index()])
 
 
-def check_index(names: Names) -> None:
-    """The loss is that of one process."""
-    whole = of_index(names["group"])["tokens"]
-    q, k, v = names["model"].qkv(names["model"].embedding(whole)).unflatten(2, (12, 8)).chunk(3, 2)
-    total = loss_sum(whole_attention(q, k, v, causal=True), whole)
-    torch.testing.assert_close(names["loss"], total / whole.numel())
+def check_readme(names: Names) -> None:
+    """Averaged gradients are those of one process with the rows of both data-parallel ranks."""
+    from helpers import meshes
+
+    _, gradients = meshes.of_one_process(*meshes.batch(13))
+    meshes.same("loss", names["loss"], meshes.of_one_process(**names["batch"])[0])
+    meshes.check_gradients(names["model"].decoder, gradients, [], "README.md")
 
 
 def check_utils(names: Names) -> None:
@@ -381,7 +398,7 @@ def check_meshes(names: Names) -> None:
 
 
 CHECKS = {
-    ("README.md", 2): check_any_model,
+    ("README.md", 0): check_readme,
     ("any-model.md", 0): check_any_model,
     ("data-parallel.md", 0): check_data_parallel,
     ("evaluation.md", 0): check_evaluation,
@@ -389,7 +406,6 @@ CHECKS = {
     ("evaluation.md", 4): check_checkpoint,
     ("meshes.md", 0): check_meshes,
     ("packed.md", 0): check_packed,
-    ("index.md", 0): check_index,
     ("utils.md", 0): check_utils,
     ("several-nodes.md", 1): check_groups_of_a_node,
     ("several-nodes.md", 2): check_rings_across_nodes,
@@ -439,23 +455,19 @@ def test_code_of_page_runs(four: Ranks, page: str) -> None:
     four(WORLD, run_page, page, ports)
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """README.md's example as it is printed there."""
-    (text,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "example.py").write_text(text)
-    return tmp_path / "example.py"
-
-
 def run_example(folder: Path, example: Path) -> None:
     with (folder / f"printed.{os.environ['RANK']}").open("w") as file, contextlib.redirect_stdout(file):
         runpy.run_path(str(example), run_name="__main__")
 
 
+@pytest.mark.parametrize("page", ["README.md", "attention.md"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_readme_example_runs(world: int, example: Path) -> None:
-    launch(run_example, world, example.parent, example)
-    printed = "".join((example.parent / f"printed.{rank}").read_text() for rank in range(world))
+def test_examples_run(world: int, page: str, tmp_path: Path) -> None:
+    """The program of a page, as it is printed there."""
+    example = tmp_path / "example.py"
+    example.write_text(PAGES[page][1])
+    launch(run_example, world, tmp_path, example)
+    printed = "".join((tmp_path / f"printed.{rank}").read_text() for rank in range(world))
     differences = [float(x) for x in re.findall(r"within (\S+) of one process", printed)]
     assert len(differences) == world and max(differences) < 1e-4, printed
 
