@@ -201,7 +201,7 @@ def check_class(group: dist.ProcessGroup, name: str, compiled: bool) -> Outcome:
     verdict = _compiled(model, name, report, expected, group) if compiled else ""
     unparallelize(model)
     whole = tuple(
-        f"{'' if each.in_block else '('}{each.function}@{each.place}{'' if each.in_block else ')'}"
+        f"`{each.function}@{each.place}`" if each.in_block else f"(`{each.function}@{each.place}`)"
         for each in report.functions
     )
     worst, where = difference(model, name, found, expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print a table in Markdown of how diffusers' transformer classes are sharded.
+"""Print the table of docs/diffusers-classes.md: how diffusers' transformer classes are sharded.
 
 From tests/: python -m helpers.diffusion_table [class ...]
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of evaluation.md, dataloading.md and rl.md for transformers and diffusers, beside one process."""
+"""Blocks of evaluation.md, diffusers.md, dataloading.md and rl.md for stock models, beside one process."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def check_pipeline(rank: int, world: int, group: Group, folder: Path) -> None:
     inputs |= {"output_type": "pt"}
     alone = pipeline()
     expected = alone(**inputs, generator=torch.Generator("cpu").manual_seed(0)).frames[0]
-    names = run(PAGE, "pipe.transformer", {"pipe": pipeline(), "inputs": inputs, "group": group})
+    names = run("diffusers.md", "frames[0]", {"pipe": pipeline(), "inputs": inputs, "group": group})
     torch.testing.assert_close(names["video"], expected, atol=1e-4, rtol=1e-4)
     if rank == 0:
         names["pipe"].save_pretrained(folder)
