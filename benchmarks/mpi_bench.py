@@ -3,7 +3,7 @@
 
     mpiexec -n 2 python benchmarks/mpi_bench.py
 
-Needs mpi4py and an MPI library (`pip install 'spar-torch[mpi]'`). The ranks that mpiexec starts also join a
+Needs mpi4py and an MPI library (`pip install -e '.[mpi]'`). The ranks that mpiexec starts also join a
 gloo group, which spar uses for its set-up. Figures are medians as in `spar bench`, with
 copies of the same bytes.
 """

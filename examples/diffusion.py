@@ -6,7 +6,7 @@
 A Wan with random weights is trained for a few steps to move noise towards one clip, and samples it. Both runs
 start from the same weights and noise, so their losses, weights and clips must agree. A HunyuanVideo computes
 an output and all gradients; diffusers' own context parallelism has no plan for it. If anything differs, all
-ranks exit with an error. Needs diffusers: pip install 'spar-torch[models]'.
+ranks exit with an error. Needs diffusers: pip install -e '.[models]'.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Each row has two images of different sizes, each of one of 8 patterns, and the text names them. The tower's
 patches and the text's tokens are sharded. Both runs start from the same weights and batches, so their losses
 must agree in each step. If they do not, all ranks exit with an error.
-Needs transformers: pip install 'spar-torch[models]'.
+Needs transformers: pip install -e '.[models]'.
 """
 
 from __future__ import annotations
