@@ -46,7 +46,7 @@ COMPILED_ONLY = {
     ("attention.md", 5): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     ("diffusers.md", 0): "a pipeline of diffusers: tests/models/test_evaluation.py runs this block",
-    ("diffusers.md", 1): "downloads weights; tests/models/test_diffusers.py makes these calls with small models",
+    ("diffusers.md", 1): "downloads weights; tests/models/test_diffusers.py makes the same calls",
     ("gpu.md", 0): "initializes the process group: test_script_for_gpus_runs",
     ("multimodal.md", 0): "downloads weights; tests/models/test_multimodal.py makes the same calls",
     ("diffusers.md", 2): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
