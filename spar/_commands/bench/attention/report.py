@@ -19,8 +19,8 @@ from .ways import GATHER, RING, ULYSSES
 
 # What is to be held, the worst figure measured, and the most that it may be.
 Bar = tuple[str, float, float]
-# What a figure is, and the figure of a row.
-Panel = tuple[str, Callable[[Any], float]]
+# What a figure is, the scale of its axis, and the figure of a row.
+Panel = tuple[str, str, Callable[[Any], float]]
 
 
 def report(
@@ -51,15 +51,20 @@ def _draw(panels: Sequence[Panel], path: Path, rows: Sequence[Any], title: str) 
     figure = Figure(figsize=(1 + 4 * len(panels), 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
     tokens = sorted({row.tokens for row in rows})
-    for axes, (meaning, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for i, way in enumerate(dict.fromkeys(row.way for row in rows)):
+    for axes, (meaning, scale, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        colors: dict[str, str] = {}  # a method's, its usual formulation's and its window's are one
+        for way in dict.fromkeys(row.way for row in rows):
+            method = way.removeprefix("window, ").removeprefix("usual ")
+            color = colors.setdefault(method, f"C{len(colors)}")
             points = [(row.tokens, value(row)) for row in rows if row.way == way and value(row) > 0]
             if points:
                 style = "-" if way.removeprefix("window, ") in (ULYSSES, GATHER, RING) else "--"
-                axes.plot(*zip(*points, strict=True), style, color=f"C{i}", marker=".", label=way)
-        axes.set(title=meaning, xlabel="tokens", xscale="log", yscale="log")
+                axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=way)
+        axes.set(title=f"{meaning} (less is better)", xlabel="tokens", xscale="log", yscale=scale)
         axes.set_xticks(tokens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in tokens])
         axes.minorticks_off()
+        if scale == "linear":
+            axes.set_ylim(0)
         axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=90)

@@ -85,7 +85,7 @@ def run(args: Namespace, ranks: Ranks) -> None:
         measure_memory(tokens, args, [row for row in rows if row.tokens == tokens])
     if ranks.rank == 0:
         text, results = table_of(rows), bars(rows, ranks.world)
-        report(args, ranks, "causal", rows, text, results, PANELS)
+        report(args, ranks, "causal", rows, text, results, panels(rows))
     dist.barrier()
 
 
@@ -134,8 +134,10 @@ def bars(rows: list[Row], world: int) -> list[Bar]:
     return claims
 
 
-PANELS: tuple[Panel, ...] = (
-    ("a step, seconds", lambda row: row.step),
-    ("outside the kernel, milliseconds", lambda row: row.outside * 1e3),
-    ("peak memory of a rank, MB", lambda row: row.peak / MIB),
-)
+def panels(rows: list[Row]) -> tuple[Panel, ...]:
+    alone = {row.tokens: row.step for row in rows if row.way == WHOLE}
+    return (
+        ("a step, of one process's", "linear", lambda row: row.step / alone[row.tokens]),
+        ("outside the kernel, ms", "log", lambda row: row.outside * 1e3),
+        ("peak memory of a rank, MB", "log", lambda row: row.peak / MIB),
+    )

@@ -164,6 +164,6 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 PANELS: tuple[Panel, ...] = (
-    ("CPU time of a step, seconds", lambda row: row.cpu),
-    ("peak memory of a rank, MB", lambda row: row.peak / MIB),
+    ("CPU time of a step, seconds", "log", lambda row: row.cpu),
+    ("peak memory of a rank, MB", "log", lambda row: row.peak / MIB),
 )
