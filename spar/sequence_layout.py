@@ -14,12 +14,12 @@ import torch.distributed as dist
 from . import _C
 from ._checks import check_int, check_lengths, check_number, check_sum, check_type
 from ._control.process_group import group_name
-from ._exchange.arguments import Arguments, Key, Sizes, cumulative_hint, from_cumulative
+from ._exchange.arguments import Arguments, Sizes, cumulative_hint, from_cumulative
 from ._exchange.cut_and_join import without_halo
-from ._exchange.exchange import GATHER, MOVE, ONE, SUM, Scale
+from ._exchange.exchange import ONE
 from ._exchange.gather_plan import in_documents
 from ._exchange.gathering_op import gather_runs
-from ._exchange.grad_scale import NOT_GIVEN, GradScale, scale_error
+from ._exchange.grad_scale import NOT_GIVEN, GradScale
 from ._exchange.layouts import (
     EVEN,
     LISTED,
@@ -28,23 +28,18 @@ from ._exchange.layouts import (
     SIZES,
     WHOLE,
     ZIGZAG,
-    Args,
     Layout,
     extent,
     listed_index,
-    pair,
     pieces,
     select,
-    shards_pair,
     total_of,
 )
-from ._exchange.observers import must_record
-from ._exchange.repeated import layouts_key, repeat, scale_key
 from ._exchange.runs import numbers_of_runs
-from ._exchange.together import exchange_together
+from ._exchange.whole_sequence import shard_or_gather
 from ._group.registry import place_of
 from .topology import topology
-from .topology.absent import AbsentGroup, group_or_name
+from .topology.absent import group_or_name
 from .topology.groups_by_name import ParallelState
 from .topology.hybrid import ring_and_ulysses
 from .topology.resolve import Group, process_group
@@ -297,7 +292,7 @@ class SequenceLayout:
         Raises:
             ValueError: x does not have the sequence's length, or a gradient is recorded without grad_scale.
         """
-        return self._apply("SequenceLayout.shard", x, dim, grad_scale, True)
+        return shard_or_gather("SequenceLayout.shard", x, dim, self, checked_numbers, grad_scale, True)
 
     @overload
     def gather(self, x: torch.Tensor, dim: int, grad_scale: GradScale = NOT_GIVEN) -> torch.Tensor: ...
@@ -326,7 +321,7 @@ class SequenceLayout:
         Raises:
             ValueError: x is not this rank's shard, or a gradient is recorded without grad_scale.
         """
-        return self._apply("SequenceLayout.gather", x, dim, grad_scale, False)
+        return shard_or_gather("SequenceLayout.gather", x, dim, self, checked_numbers, grad_scale, False)
 
     @overload
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
@@ -336,7 +331,7 @@ class SequenceLayout:
 
     def all_gather(self, x: Any, dim: int) -> Any:
         """Call `spar.all_gather` with this layout: the output is in natural order."""
-        return self._apply("all_gather", x, dim, None, False, exact=True)
+        return shard_or_gather("all_gather", x, dim, self, checked_numbers, None, False, exact=True)
 
     @overload
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
@@ -346,7 +341,7 @@ class SequenceLayout:
 
     def reduce_scatter(self, x: Any, dim: int) -> Any:
         """Call `spar.reduce_scatter` with this layout: the input is in natural order."""
-        return self._apply("reduce_scatter", x, dim, None, True, exact=True)
+        return shard_or_gather("reduce_scatter", x, dim, self, checked_numbers, None, True, exact=True)
 
     def halo(self, x: torch.Tensor, before: int, dim: int = 1, after: int = 0) -> torch.Tensor:
         """Extend each of this rank's runs of tokens by those before and behind it, as a convolution needs.
@@ -389,39 +384,6 @@ class SequenceLayout:
         """Gather each run, moved by an offset and longer by `more`."""
         layout = checked_numbers(call, "layout", self, call.dim("dim", dim), False)
         return gather_runs(call, layout, self.is_packed, offset, more, fill)
-
-    def _apply(
-        self, name: str, x: Any, dim: int, grad_scale: GradScale, splits: bool, exact: bool = False
-    ) -> Any:
-        arguments: Key = None
-        if (exact or not splits) and type(dim) is int:  # Only such a call exchanges.
-            parts, scale = layouts_key(x, None, self), scale_key(grad_scale)
-            arguments = None if parts is None or scale is None else (dim, parts, scale)
-        output, key = repeat(name, x, self.group, arguments)
-        if output is not None:
-            return output
-
-        group: Any = self.group
-        if absent := isinstance(group, AbsentGroup) and splits and not exact:
-            group = place_of(self.group)  # all that a selection needs, but not its gradient
-
-        def layouts(calls: list[Arguments], at: list[str]) -> tuple[tuple[Args, ...], Scale]:
-            if absent and must_record([call.input for call in calls]):
-                process_group(self.group, calls[0].where)
-            if grad_scale is NOT_GIVEN and must_record([call.input for call in calls]):
-                raise scale_error(calls[0], splits)
-            scale = calls[0].grad_scale(None if grad_scale is NOT_GIVEN else grad_scale)
-            shards = [
-                checked_numbers(call, "layout", self, call.dim("dim", dim), splits, which)
-                for call, which in zip(calls, at, strict=True)
-            ]
-            if exact:
-                return tuple([shards_pair(shard, calls[0].world, splits) for shard in shards]), scale
-            return tuple([pair(WHOLE, s) if splits else pair(s, WHOLE) for s in shards]), scale
-
-        kind = MOVE if not exact else SUM if splits else GATHER
-        exchanges = 0 if splits and not exact else 1
-        return exchange_together(name, x, group, layouts, key, kind, exchanges=exchanges)
 
 
 def numbers_of(layout: SequenceLayout, dim: int) -> Layout:
