@@ -27,7 +27,8 @@ packed_data_gather_forward_split_backward_with_cp.
 
 Work: an exchange in flight, which `async_op=True` returns.
 
-SequenceLayout: how a sequence lies on the ranks; it shards, gathers, shifts, and adds halos.
+SequenceLayout: how a sequence lies on the ranks; it shards, gathers, shifts, and adds halos. Rows: a plan of
+the rows that each rank wants by their index, as graphs and nearest neighbours need.
 
 attention: over a sequence that is sharded by a layout; Spans: which keys its queries attend to.
 by_heads: any function that mixes tokens head by head, such as linear attention; by_state: recurrences with a
@@ -62,6 +63,7 @@ from . import (
 from ._attention.attention import attention
 from ._attention.spans import Spans
 from ._control.state import Transport
+from ._exchange.rows import Rows
 from ._exchange.work import Work
 from ._version import __version__
 from .data import gather_forward_split_backward_and_unpad
@@ -109,6 +111,7 @@ __all__ = [
     "MismatchError",
     "OutOfMemoryError",
     "PeerLostError",
+    "Rows",
     "SequenceLayout",
     "Spans",
     "SparError",

@@ -35,6 +35,7 @@ from ._exchange.layouts import (
     select,
     total_of,
 )
+from ._exchange.rows import Rows, rows_of
 from ._exchange.runs import numbers_of_runs
 from ._exchange.whole_sequence import shard_or_gather
 from ._group.registry import place_of
@@ -379,6 +380,24 @@ class SequenceLayout:
         with Arguments("SequenceLayout.shift", x, self.group, exchanges=2) as call:
             offset = check_int(call.where, "n", n, -(2**31), 2**31)
             return self._gathered(call, dim, offset, 0, fill)
+
+    def rows(self, index: torch.Tensor, padding: bool = False) -> Rows:
+        """Plan an exchange of the rows that each rank wants, by their index in the whole. Collective.
+
+        The plan serves all layers and steps with the same index, such as the edges of a graph or nearest
+        neighbours. `Rows.gather` gathers rows, `Rows.add` is its transpose, `Rows.table` has each row once.
+
+        Args:
+            index: int64 or int32 of at least one dim, in [0, total), of this rank alone, on the rows' device.
+                It may be empty, and have a row several times.
+            padding: let the index have -1, for zeros.
+
+        Raises:
+            ValueError: the index is out of range.
+            TypeError: the index is not of int64 or int32.
+            MismatchError: calls differ between ranks. Every rank raises where one does.
+        """
+        return rows_of(numbers_of(self, 0), self.group, self, index, padding)
 
     def _gathered(self, call: Arguments, dim: int, offset: int, more: int, fill: float) -> torch.Tensor:
         """Gather each run, moved by an offset and longer by `more`."""

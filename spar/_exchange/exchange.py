@@ -57,6 +57,12 @@ SUM = 2  # adds the ranks' parts of each shard; the transpose gathers
 # What ranks compare of a gradient, in words.
 _GRADIENTS = {MOVE: "recorded", GATHER: "summed", SUM: "gathered"}
 
+
+def backward_of(name: str) -> str:
+    """Return the name of the exchange that moves gradients."""
+    return name if name.startswith("backward of ") else f"backward of {name}"
+
+
 # torch makes a new string each time, which takes 3 times as long
 _type_of = functools.cache(operator.attrgetter("type"))
 
@@ -130,7 +136,7 @@ class Exchange:
         return self._transposed
 
     def transpose(self) -> Exchange:
-        name = self.name if self.name.startswith("backward of ") else f"backward of {self.name}"
+        name = backward_of(self.name)
         if self.kind == MOVE:
             args = tuple([swapped(a) for a in self.args])
             return Exchange(name, self.group, args, self.grad_scale, self.scale)
@@ -143,10 +149,21 @@ class Exchange:
         """Return the same exchange as autograd records it, the newest of which is kept; name: another one."""
         made, name = self._recorded, name or self.name
         if made is None or made.name != name:
-            scales = self.scale, self.grad_scale
-            made = Exchange(name, self.group, self.args, *scales, self.kind, True, self.note)
-            self._recorded = made
+            made = self._recorded = self._recorded_as(name)
         return made
+
+    def _recorded_as(self, name: str) -> Exchange:
+        scales = self.scale, self.grad_scale
+        return Exchange(name, self.group, self.args, *scales, self.kind, True, self.note)
+
+    def alone(self, inputs: Tensors) -> Tensors:
+        """Return what it makes of the tensors in a group of one rank: they are the outputs."""
+        return inputs
+
+    @property
+    def reads(self) -> Tensors:
+        """The tensors that it reads besides its inputs."""
+        return ()
 
     def begin(self) -> int:
         """Return how many calls there were before it; 0 under torch.compile, where nothing is reported."""

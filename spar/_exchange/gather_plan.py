@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .layouts import Args, Layout, Piece, by_sizes, packed, pair, pieces, shards, total_of
+from .layouts import Args, Layout, Piece, by_receiver, pieces, shards, total_of
 
 # (start, size) along a dim, of the whole or of a shard.
 Interval = tuple[int, int]
@@ -39,8 +39,7 @@ class GatherPlan(NamedTuple):
 
     def args(self, dim: int, world: int) -> Args:
         """Return the layouts of the exchange: of what each rank sends, sharded by receiver."""
-        sent = [sum(self.sizes[owner::world]) for owner in range(world)]
-        return pair(by_sizes(dim, sent), packed(dim, world, self.sizes))
+        return by_receiver(dim, world, self.sizes)
 
 
 def placed(runs: Iterable[Piece]) -> list[tuple[int, Piece]]:

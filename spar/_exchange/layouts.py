@@ -61,6 +61,15 @@ def pair(before: Layout, after: Layout) -> Args:
     return len(before), *before, *after
 
 
+def by_receiver(dim: int, world: int, sizes: Sequence[int]) -> Args:
+    """Each rank sends parts of its own, one behind the other, and receives those for it, owner by owner.
+
+    sizes: how much each receiver gets from each owner, receiver by receiver.
+    """
+    sent = [sum(sizes[owner::world]) for owner in range(world)]
+    return pair(by_sizes(dim, sent), packed(dim, world, sizes))
+
+
 def moved(layout: Layout) -> Layout:
     """The layout once a dim was inserted before all others."""
     return layout[0] + 1, *layout[1:]

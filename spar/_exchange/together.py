@@ -17,6 +17,7 @@ from .exchange import MOVE, SUM, Exchange, Scale
 from .layouts import Args
 from .observers import must_record
 from .outputs import checked, write_to
+from .row_exchange import RowExchange
 from .work import Work, Works, launch
 
 _MOST = _C.MOST_TENSORS
@@ -33,6 +34,8 @@ def exchange_together(
     exchanges: int = 1,
     out: Any = None,
     async_op: Any = False,
+    make: Callable[[Sequence[Arguments]], RowExchange] | None = None,
+    most: int = _MOST,
 ) -> Any:
     """Check a tensor, or several of one dtype and device, and move up to 16 in one exchange.
 
@@ -42,6 +45,8 @@ def exchange_together(
             or "".
         key, kind: as for `apply_together`.
         exchanges: as for Arguments, of up to 16 tensors.
+        make: returns what moves the inputs of some of the calls; None: an Exchange by their layouts.
+        most: how many inputs one exchange moves.
 
     Returns:
         A list, or its only tensor if `input_` is not a list; with async_op a tuple of that and a Work.
@@ -49,7 +54,7 @@ def exchange_together(
     one = not isinstance(input_, (list, tuple))
     ranks = ranks_of(group, name)
     inputs: Sequence[Any] = [input_] if one else not_empty(name, input_, ranks, "input_", exchanges)
-    steps = range(0, len(inputs), _MOST)
+    steps = range(0, len(inputs), most)
     first = Arguments(name, inputs[0], ranks, "input_" if one else "input_[0]", exchanges * len(steps))
     first.tensors = 0 if one else len(inputs)
     with first:
@@ -69,15 +74,19 @@ def exchange_together(
         outputs: list[torch.Tensor] = []
         works: list[Work] = []
         for i in steps:
-            part = slice(i, i + _MOST)
+            part = slice(i, i + most)
             if len(steps) > 1:
                 key = None
                 calls[i].note = f"tensors from {i} of {len(inputs)}"
+            made = None if make is None else make(calls[part])
             if out is None and not async_op:
-                outputs += apply_together(calls[part], args[part], grad_scale, key, kind)
+                if made is None:
+                    outputs += apply_together(calls[part], args[part], grad_scale, key, kind)
+                else:
+                    outputs += made.apply([call.input for call in calls[part]])
                 continue
             outs = out if out is None or len(steps) == 1 else out[part]
-            exchange = Exchange(name, first.group, args[part], kind=kind, note=calls[i].note)
+            exchange = made or Exchange(name, first.group, args[part], kind=kind, note=calls[i].note)
             if async_op:
                 found, work = launch(calls[part], at[part], exchange, outs, async_op)
                 work._tensors = first.tensors

@@ -143,7 +143,7 @@ def _give(
     exchange: Exchange, inputs: Tensors, outs: list[torch.Tensor] | None, forward: int
 ) -> tuple[list[torch.Tensor], Beside]:
     """Give an exchange to the side stream of its device, in whose order new outputs are allocated."""
-    beside = Beside(inputs[0].device, [*inputs, *(outs or ())])
+    beside = Beside(inputs[0].device, [*inputs, *exchange.reads, *(outs or ())])
     targets = None if outs is None else [out.data for out in outs]
     with torch.no_grad(), beside.entered():
         made = exchange.run(inputs, forward, targets, False, queued=True)
@@ -326,7 +326,8 @@ def launch(
         raise calls[0].type_error("async_op", f"{async_op!r:.200}", "a bool")
     inputs = [call.input for call in calls]
     if exchange.group.world == 1:
-        return inputs if out is None else write_to(out, calls, at, exchange), Work()
+        outputs = exchange.alone(inputs) if out is None else write_to(out, calls, at, exchange)
+        return list(outputs), Work()
     if out is not None:
         outs = checked(out, calls, at, exchange)
         if inputs[0].is_meta or is_any_traced([*inputs, *outs]):

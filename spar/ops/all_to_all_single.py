@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .._exchange.arguments import Arguments, Sizes
-from .._exchange.exchange import ONE
-from .._exchange.layouts import by_sizes, packed
+from .._exchange.arguments import Arguments, Sizes, apply_together
+from .._exchange.layouts import by_receiver
 from ..topology.resolve import Group
 
 
@@ -53,10 +52,10 @@ def all_to_all_single(
         rows = [
             call.sizes(f"split_sizes[{p}]", () if row is None else row) for p, row in enumerate(split_sizes)
         ]
-        sent, own = [sum(row) for row in rows], input_.size(dim)
-        if sent[call.rank] != own:
-            value = f"a table whose row {call.rank} sums to {sent[call.rank]}"
+        sent, own = sum(rows[call.rank]), input_.size(dim)
+        if sent != own:
+            value = f"a table whose row {call.rank} sums to {sent}"
             raise call.error("split_sizes", value, f"{own}, the size of dim {dim} of its input_")
         # In the order of the senders, each rank's part of what each of them sends.
         received = [row[rank] for rank in range(world) for row in rows]
-        return call.apply(by_sizes(dim, sent), packed(dim, world, received), ONE)
+        return apply_together((call,), (by_receiver(dim, world, received),))[0]
