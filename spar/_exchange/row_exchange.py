@@ -17,11 +17,11 @@ from torch.compiler import is_dynamo_compiling
 from .. import _C
 from .._control.state import Place
 from .._group.group import Group
-from .._transports.dtypes import ITEMS
+from .._transports.dtypes import copy_items
 from .autograd import apply
-from .exchange import ARITHMETIC, Exchange, Number, Tensors, backward_of
+from .exchange import Exchange, Number, Tensors, backward_of
 from .graph_ops import in_graph
-from .layouts import swapped
+from .layouts import Args, swapped
 from .observers import is_any_traced, must_record
 from .row_plan import RowPlan
 
@@ -34,12 +34,14 @@ def resized(x: Tensor, dim: int, size: int, replaced: int = 1) -> list[int]:
     return [*x.shape[:dim], size, *x.shape[dim + replaced :]]
 
 
-def allocate(shape: Sequence[int], like: Tensor) -> Tensor:
+def new(shape: Sequence[int], like: Tensor) -> Tensor:
     return like.new_empty(shape)
 
 
 class RowMaps:
     """What a rank does with the rows of its tensors before and behind their exchange; and the transpose.
+
+    Own rows of a table go through the exchange, which copies them as fast as all others.
 
     Attributes:
         plan: of the rows.
@@ -49,6 +51,13 @@ class RowMaps:
 
     def __init__(self, plan: RowPlan, dims: Sequence[int], selects: bool) -> None:
         self.plan, self.dims, self.selects = plan, tuple(dims), selects
+
+    def args(self, world: int) -> list[Args]:
+        """Return the layouts of all tensors of the exchange."""
+        plan, found = self.plan, []
+        for dim in self.dims:
+            found += [*([] if self.selects else [plan.own_args(dim)]), *plan.args(dim, world)]
+        return found
 
     def shapes(self, inputs: Tensors, adds: bool) -> list[list[int]]:
         """Return the shape of each output; adds: of the transpose."""
@@ -63,81 +72,68 @@ class RowMaps:
     def _gathered_shape(self, x: Tensor, dim: int) -> list[int]:
         return [*x.shape[:dim], *self.plan.local.shape, *x.shape[dim + 1 :]]
 
+    def sections(self, table: Tensor, dim: int, unused: int = 0) -> list[Tensor]:
+        """Return the parts of a table that are in the exchange; unused: how many own rows it lacks."""
+        plan = self.plan
+        sizes = plan.parts if self.selects else (plan.own, *plan.parts)
+        first = plan.own - unused if self.selects else 0
+        return list(table.narrow(dim, first, sum(sizes)).split(sizes, dim))
+
     def per_tensor(self, parts: Tensors) -> list[Tensors]:
         """Divide the tensors of an exchange by those that the caller has."""
-        count = len(self.plan.parts)
+        count = len(parts) // len(self.dims)
         return [parts[i : i + count] for i in range(0, len(parts), count)]
 
-    # ---- gathering ----
-
-    def sent(self, inputs: Tensors, allocate: Allocate | None = None) -> list[Tensor]:
+    def sent(self, inputs: Tensors, allocate: Allocate) -> list[Tensor]:
         """Return what the rank sends of its shards."""
         send, found = self.plan.send, []
         for x, dim in zip(inputs, self.dims, strict=True):
-            if send is None:
-                found += [x] * len(self.plan.parts)
-            elif allocate is None:
-                found.append(x.index_select(dim, send))
-            else:
-                packed = allocate(resized(x, dim, len(send)), x)
-                found.append(torch.index_select(x, dim, send, out=packed))
+            found += [] if self.selects else [x]
+            found += [x] * len(self.plan.parts) if send is None else [chosen(x, dim, send, allocate)]
         return found
 
     def joined(self, x: Tensor, received: Tensors, dim: int) -> Tensor:
         """Return an output, by operations of which each has a derivative."""
-        plan = self.plan
+        plan, own = self.plan, [x] if self.selects else []
         zeros = [x.new_zeros(resized(x, dim, plan.zeros))] if plan.zeros else []
-        table = torch.cat([x, *received, *zeros], dim)
+        table = torch.cat([*own, *received, *zeros], dim)
         if not self.selects:
             return table
         return table.index_select(dim, plan.local.reshape(-1)).reshape(self._gathered_shape(x, dim))
-
-    def write(self, out: Tensor, x: Tensor, received: Tensor, dim: int) -> None:
-        """Write an output; of a table the received rows are there already."""
-        plan, own = self.plan, self.plan.own
-        if not self.selects:
-            out.narrow(dim, 0, own).copy_(x)
-            out.narrow(dim, plan.rows - plan.zeros, plan.zeros).zero_()
-            return
-        chosen, y = plan.selection, out.flatten(dim, dim + plan.local.dim() - 1)
-        one, other = (x, received) if chosen.from_own else (received, x)
-        if one.size(dim):
-            torch.index_select(one, dim, chosen.first, out=y)
-        if len(chosen.at):
-            y.index_copy_(dim, chosen.at, other.index_select(dim, chosen.second))
-        if len(chosen.zeros):
-            y.index_fill_(dim, chosen.zeros, 0)
-
-    # ---- adding ----
 
     def tables(self, inputs: Tensors, allocate: Allocate) -> list[Tensor]:
         """Return, for each tensor, the sums of all rows that this rank adds, in the places of a table."""
         if not self.selects:
             return list(inputs)
-        plan, found = self.plan, []
+        plan, count, found = self.plan, self.plan.local.dim(), []
         for y, dim in zip(inputs, self.dims, strict=True):
-            count = plan.local.dim()
             sums = allocate(resized(y, dim, plan.rows, count), y).zero_()
             found.append(sums.index_add_(dim, plan.local.reshape(-1), y.flatten(dim, dim + count - 1)))
         return found
 
-    def returned(self, tables: Tensors) -> list[Tensor]:
-        """Return the parts of tables that go to their owners."""
-        plan = self.plan
+    def parts(self, tables: Tensors, unused: int = 0) -> list[Tensor]:
+        """Return the sections of all tables."""
         return [
             part
             for table, dim in zip(tables, self.dims, strict=True)
-            for part in table.narrow(dim, plan.own, plan.received).split(plan.parts, dim)
+            for part in self.sections(table, dim, unused)
         ]
 
-    def add(self, out: Tensor, table: Tensor, back: Tensors, dim: int) -> Tensor:
-        """Write to `out` what this rank adds to its own rows, and add what the others do."""
-        out.copy_(table.narrow(dim, 0, self.plan.own))
+    def added(self, table: Tensor, back: Tensors, dim: int) -> Tensor:
+        """Return what this rank adds to its own rows, and what the others add."""
+        own, *back = [table.narrow(dim, 0, self.plan.own).clone(), *back] if self.selects else back
         if self.plan.send is not None:
-            return out.index_add_(dim, self.plan.send, *back)
+            return own.index_add_(dim, self.plan.send, *back)
         for part in back:
-            out.add_(part)
-        return out
+            own.add_(part)
+        return own
+
+
+def chosen(x: Tensor, dim: int, index: Tensor, allocate: Allocate) -> Tensor:
+    """Return rows of a tensor, in memory of the caller's choice unless a derivative may be recorded."""
+    if allocate is new:
+        return x.index_select(dim, index)
+    return torch.index_select(x, dim, index, out=allocate(resized(x, dim, len(index)), x))
 
 
 class RowExchange(Exchange):
@@ -153,7 +149,7 @@ class RowExchange(Exchange):
     def __init__(
         self, name: str, group: Group | Place, maps: RowMaps, adds: bool, records: bool = False
     ) -> None:
-        args = [args for dim in maps.dims for args in maps.plan.args(dim, group.world)]
+        args = maps.args(group.world)
         super().__init__(name, group, tuple(map(swapped, args) if adds else args), records=records)
         self.maps, self.adds = maps, adds
 
@@ -203,58 +199,62 @@ class RowExchange(Exchange):
         # The group's own thread records, unless it is told not to.
         inference = outs is not None and outs[0].is_inference()
         with torch.inference_mode() if inference else torch.no_grad():
-            if outs is None:
-                shapes = self.shapes(inputs)
-                outs = [self._allocate(shape, x) for shape, x in zip(shapes, inputs, strict=True)]
-            write = self._add if self.adds else self._gather
-            write(inputs, outs, forward, queued)
-        return list(outs)
+            if not self.adds:
+                return self._gather(inputs, outs, forward, queued)
+            sums = self._add(inputs, forward, queued)
+            for target, x in zip(outs or (), sums, strict=outs is not None):
+                target.copy_(x)
+            return sums if outs is None else list(outs)
 
-    def _gather(self, inputs: Tensors, outs: Tensors, forward: Number, queued: bool) -> None:
-        maps, plan, dtype = self.maps, self.maps.plan, inputs[0].dtype
-        if dtype not in ARITHMETIC:  # torch may not copy them by an index
-            inputs, outs = ([x.view(ITEMS[dtype.itemsize]) for x in tensors] for tensors in (inputs, outs))
-        received: list[Tensor] = []
+    def _gather(self, inputs: Tensors, given: Tensors | None, forward: Number, queued: bool) -> list[Tensor]:
+        maps, plan = self.maps, self.maps.plan
+        outs = given or [self._allocate(*each) for each in zip(self.shapes(inputs), inputs, strict=True)]
+        tables = []
         for x, out, dim in zip(inputs, outs, maps.dims, strict=True):
+            table = out
             if maps.selects:
-                received.append(self._allocate(resized(x, dim, plan.received), x))
-            else:
-                received.append(out.narrow(dim, plan.own, plan.received))
+                table = self._allocate(resized(x, dim, plan.rows - plan.unused), x)
+                if not plan.unused:
+                    copy_items(table.narrow(dim, 0, plan.own), x)
+            table.narrow(dim, table.size(dim) - plan.zeros, plan.zeros).zero_()
+            tables.append(table)
         # Peers write straight to the parts of a table, unless rows are not whole there.
-        targets = [
-            part
-            for rows, dim in zip(received, maps.dims, strict=True)
-            for part in rows.split(plan.parts, dim)
-        ]
+        targets = maps.parts(tables, plan.unused if maps.selects else 0)
         sent = maps.sent(inputs, self._allocate)
         if all(target.is_contiguous() for target in targets):
             self._exchange(sent, forward, targets, queued)
         else:
             for target, part in zip(targets, self._exchange(sent, forward, None, queued), strict=True):
-                target.copy_(part)
-        for i, dim in enumerate(maps.dims):
-            maps.write(outs[i], inputs[i], received[i], dim)
+                copy_items(target, part)
+        if maps.selects:
+            for table, out, dim in zip(tables, outs, maps.dims, strict=True):
+                y = out.flatten(dim, dim + plan.local.dim() - 1)
+                torch.index_select(table, dim, plan.entries, out=y)
+        return list(outs)
 
-    def _add(self, inputs: Tensors, outs: Tensors, forward: Number, queued: bool) -> None:
+    def _add(self, inputs: Tensors, forward: Number, queued: bool) -> list[Tensor]:
         maps = self.maps
         tables = maps.tables(inputs, self._allocate)
-        back = maps.per_tensor(self._exchange(maps.returned(tables), forward, None, queued))
-        for out, table, parts, dim in zip(outs, tables, back, maps.dims, strict=True):
-            maps.add(out, table, parts, dim)
+        back = maps.per_tensor(self._exchange(maps.parts(tables), forward, None, queued))
+        return [maps.added(*each) for each in zip(tables, back, maps.dims, strict=True)]
 
     def _exchange(
         self, sent: Tensors, forward: Number, targets: Tensors | None = None, queued: bool = False
     ) -> Tensors:
-        if self.group.world == 1:
-            return sent
-        return super().run(sent, forward, targets, None, queued)
+        if self.group.world > 1:
+            return super().run(sent, forward, targets, None, queued)
+        if targets is None:
+            return [x.clone() for x in sent]
+        for target, x in zip(targets, sent, strict=True):
+            copy_items(target, x)
+        return targets
 
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return memory that was used before, if there is much: the page faults of new memory take longer."""
+        """Return memory that was used before, if there is enough: page faults take longer than copies."""
         group, size = self.group, math.prod(shape) * like.element_size()
         cap, _, allocated, *_ = _C.arena_stats()
         if not isinstance(group, Group) or group.world == 1 or size > cap // 2 - allocated:
-            return allocate(shape, like)
+            return new(shape, like)
         return group.channel(self.name, like.device).allocate(shape, like)
 
 
@@ -263,11 +263,8 @@ def mapped(
 ) -> list[Tensor]:
     """Return what a RowExchange does, by operations of which each has a derivative."""
     if not adds:
-        received = maps.per_tensor(exchange(maps.sent(inputs)))
+        received = maps.per_tensor(exchange(maps.sent(inputs, new)))
         return [maps.joined(*each) for each in zip(inputs, received, maps.dims, strict=True)]
-    tables = maps.tables(inputs, allocate)
-    back = maps.per_tensor(exchange(maps.returned(tables)))
-    return [
-        maps.add(allocate(resized(table, dim, maps.plan.own), table), table, parts, dim)
-        for table, parts, dim in zip(tables, back, maps.dims, strict=True)
-    ]
+    tables = maps.tables(inputs, new)
+    back = maps.per_tensor(exchange(maps.parts(tables)))
+    return [maps.added(*each) for each in zip(tables, back, maps.dims, strict=True)]

@@ -8,8 +8,8 @@ wants of each, and which. Each row travels once to a rank, however often its ind
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,23 +30,6 @@ _MARKED = 8
 _WHOLE = 3, 4
 
 
-class Selection(NamedTuple):
-    """An index of a table as two, of its own and of its received rows: the second changes few entries.
-
-    Attributes:
-        from_own: whether the first is of own rows.
-        first: for each entry a row; any row for entries of the second, and for zeros.
-        at, second: the entries that are of the others, and their rows.
-        zeros: the entries that are zeros.
-    """
-
-    from_own: bool
-    first: Tensor
-    at: Tensor
-    second: Tensor
-    zeros: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class RowPlan:
     """What one rank sends and receives, so that it has the rows that it wants.
@@ -59,15 +42,19 @@ class RowPlan:
         send: the places in the shard of what the rank sends, receiver by receiver. None: shards travel whole,
             and those of the next ranks, counted round, are received.
         sizes: how many rows each receiver gets from each owner, receiver by receiver.
+        held: how many rows each rank has.
         own, zeros: how many rows the table has of these.
+        unused: how many own rows there are, if no entry is one of them, nor zeros; else 0.
         parts: the rows of each tensor that is received.
     """
 
     local: Tensor
     send: Tensor | None
     sizes: tuple[int, ...]
+    held: tuple[int, ...]
     own: int
     zeros: int
+    unused: int
     parts: tuple[int, ...]
 
     @property
@@ -79,27 +66,21 @@ class RowPlan:
         """How many a table has."""
         return self.own + self.received + self.zeros
 
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """The places of all entries behind unused rows, in one dim."""
+        return self.local.reshape(-1) - self.unused
+
     def args(self, dim: int, world: int) -> tuple[Args, ...]:
-        """Return the layouts of each tensor of the exchange."""
+        """Return the layouts of each tensor that is received."""
         if self.send is not None:
             return (by_receiver(dim, world, self.sizes),)
-        shard = [self.sizes[(owner + 1) % world * world + owner] for owner in range(world)]
-        before = by_sizes(dim, shard)
-        return tuple([pair(before, rotated(dim, shard, world - k)) for k in range(1, world)])
+        turns = [rotated(dim, self.held, world - k) for k in range(1, world)]
+        return tuple([pair(by_sizes(dim, self.held), turn) for turn in turns])
 
-    @functools.cached_property
-    def selection(self) -> Selection:
-        """Where entries of the index come from, if there is no table."""
-        entries = self.local.reshape(-1)
-        is_zero = entries >= self.own + self.received
-        is_own = entries < self.own
-        is_other = ~(is_own | is_zero)
-        from_own = bool(is_own.sum() >= is_other.sum())
-        others = entries - self.own
-        one, other = (entries, others) if from_own else (others, entries)
-        is_first, is_second = (is_own, is_other) if from_own else (is_other, is_own)
-        at = is_second.nonzero().squeeze(1)
-        return Selection(from_own, one * is_first, at, other[at], is_zero.nonzero().squeeze(1))
+    def own_args(self, dim: int) -> Args:
+        """Return the layouts of own rows, which stay."""
+        return pair(by_sizes(dim, self.held), by_sizes(dim, self.held))
 
 
 def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
@@ -112,7 +93,8 @@ def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
     flat = _checked(call, ends[-1], padding)
     is_zero = flat < 0
     numbers = _numbered(flat.clamp(min=0) if padding else flat, runs)
-    begin, own = ends[rank], ends[rank + 1] - ends[rank]
+    held = tuple([end - begin for begin, end in itertools.pairwise(ends)])
+    begin, own = ends[rank], held[rank]
     is_other = ((numbers < begin) | (numbers >= begin + own)) & ~is_zero
     wanted, places = _distinct(numbers[is_other], ends[-1])
     local = numbers - begin
@@ -121,10 +103,8 @@ def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
     table = _exchanged(call, counts[None], pair(even(0, world), WHOLE), "counts").reshape(-1).tolist()
     send: Tensor | None = None
     if _are_most(sum(table), ends[-1], world):
-        table = [
-            0 if r == owner else ends[owner + 1] - ends[owner] for r in range(world) for owner in range(world)
-        ]
-        parts = tuple([table[rank * world + (rank + k) % world] for k in range(1, world)])
+        table = [0 if r == owner else held[owner] for r in range(world) for owner in range(world)]
+        parts = held[rank + 1 :] + held[:rank]
         local = local % max(ends[-1], 1)
     else:
         local[is_other] = places + own
@@ -134,7 +114,8 @@ def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
         parts = (len(wanted),)
     if padding:
         local[is_zero] = own + sum(parts)
-    return RowPlan(local.reshape(index.shape), send, tuple(table), own, int(padding), parts)
+    counts_of = own, int(padding), own if is_other.all() else 0, parts
+    return RowPlan(local.reshape(index.shape), send, tuple(table), held, *counts_of)
 
 
 def _checked(call: Arguments, total: int, padding: bool) -> Tensor:
@@ -189,7 +170,7 @@ def _distinct(numbers: Tensor, total: int) -> tuple[Tensor, Tensor]:
 def _are_most(rows: int, total: int, world: int) -> bool:
     """Whether so many rows, which all ranks receive together, are most of what they lack."""
     share, of = _WHOLE
-    return 0 < world - 1 <= _C.MOST_TENSORS and of * rows >= share * (world - 1) * total > 0
+    return 1 < world <= _C.MOST_TENSORS and of * rows >= share * (world - 1) * total > 0
 
 
 def _exchanged(call: Arguments, x: Tensor, args: Args, note: str) -> Tensor:

@@ -151,7 +151,7 @@ class Rows:
                 self._exchanges[name, dims] = made
             return made
 
-        most = _C.MOST_TENSORS // len(plan.parts)
+        most = _C.MOST_TENSORS // (len(plan.parts) + (not selects))
         return exchange_together(name, x, self._group, check, async_op=async_op, make=make, most=most)
 
     def _check(self, call: Arguments, dim: int, adds: bool, at: str) -> None:
