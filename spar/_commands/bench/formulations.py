@@ -138,6 +138,27 @@ def gather_rows(x: Tensor) -> Tensor:
     return torch.cat(gather_parts(x))
 
 
+def exchange_equal(parts: Tensor) -> Tensor:
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received
+
+
+def fourth_rows(x: Tensor) -> Tensor:
+    """Return every fourth row of the whole, from the rank's number modulo 4 on."""
+    sent = torch.stack([x[rank % 4 :: 4] for rank in range(dist.get_world_size())])
+    return exchange_equal(sent).flatten(0, 1)
+
+
+def add_fourth_rows(y: Tensor) -> Tensor:
+    world = dist.get_world_size()
+    received = exchange_equal(y.unflatten(0, (world, -1)).contiguous())
+    sums = y.new_zeros(4 * received.size(1), *y.shape[1:])
+    for rank, part in enumerate(received):
+        sums[rank % 4 :: 4] += part
+    return sums
+
+
 all_to_all = pair(lambda x: exchange(x, 2, 1), lambda x: exchange(x, 1, 2))
 all_to_all_back = pair(lambda x: exchange(x, 1, 2), lambda x: exchange(x, 2, 1))
 padded_gather = pair(gather_padded, sum_padded)
@@ -148,6 +169,7 @@ zigzag_split = pair(own_chunks, down(gather_chunks))
 zigzag_gather = pair(gather_chunks, up(own_chunks))
 all_gather = pair(gather_rows, sum_parts)
 zigzag_all_gather = pair(gather_chunks, sum_chunks)
+indexed_rows = pair(fourth_rows, add_fourth_rows)
 reduce_scatter = pair(sum_parts, gather_rows)
 packed_split = pair(split_sequences, down(gather_sequences))
 packed_gather = pair(gather_sequences, up(split_sequences))

@@ -49,6 +49,10 @@ def operations(size: int) -> list[Operation]:
     local = whole[rank * rows : (rank + 1) * rows].clone()
     lengths = [rows // 4 * world] * 4
     table, layout = spar.cal_split_sizes_multi(lengths, world), spar.SequenceLayout.zigzag(len(whole))
+    # every fourth row, other ones on each of four ranks
+    wanted = spar.SequenceLayout.even(len(whole), dist.group.WORLD).rows(
+        torch.arange(rank % 4, len(whole), 4)
+    )
 
     def exchanged(x: Any) -> Any:
         return spar.all_to_all(x, None, 2, 1)
@@ -111,6 +115,14 @@ def operations(size: int) -> list[Operation]:
             *concat,
             spar.all_gather,
             "plain",
+        ),
+        Operation(
+            "indexed rows",
+            wanted.gather,
+            usual.indexed_rows,
+            (local,),
+            local.nbytes // 4 * world,
+            local.nbytes // 4 * world,
         ),
         Operation("reduce_scatter", spar.reduce_scatter, usual.reduce_scatter, *summed),
     ]

@@ -242,6 +242,38 @@ def rolled(s: Setting, run: Run, index: Tensors) -> Trial:
     return Trial(parts, run, lambda inputs: chosen([joined(inputs, index)[0].roll(2, 1)], index))
 
 
+def wanted_by(world: int, total: int) -> Tensors:
+    """Return what each rank wants of so many tokens: one twice, and of most ranks the same ones."""
+    return [torch.arange(rank, 2 * total, 5) % total for rank in range(world)]
+
+
+def indexed(s: Setting, run: Run, index: Tensors) -> Trial:
+    """Each rank gathers tokens by their index."""
+    wanted = wanted_by(s.world, sum(map(len, index)))
+    parts = chosen([numbers(2, sum(map(len, index)), 3)], index)
+
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        whole = joined(inputs, index)[0]
+        return [[whole.index_select(1, each)] for each in wanted]
+
+    return Trial(parts, partial(run, wanted[s.rank].to(s.device)), reference)
+
+
+def added_by_index(s: Setting, run: Run, index: Tensors) -> Trial:
+    """Each rank adds to tokens by their index."""
+    total = sum(map(len, index))
+    wanted = wanted_by(s.world, total)
+    inputs = [[numbers(2, len(each), 3, seed=rank)] for rank, each in enumerate(wanted)]
+
+    def reference(inputs: list[Tensors]) -> list[Tensors]:
+        whole = torch.zeros(2, total, 3)
+        for each, (rows,) in zip(wanted, inputs, strict=True):
+            whole = whole.index_add(1, each, rows)
+        return chosen([whole], index)
+
+    return Trial(inputs, partial(run, wanted[s.rank].to(s.device)), reference)
+
+
 def averaged(s: Setting, run: Run, scale: Callable[[Any, int], Any] | None = None) -> Trial:
     """One of several ranks has no tokens."""
     counts = [3 * rank for rank in range(1, s.world)] + [0 if s.world > 1 else 3]
@@ -316,6 +348,12 @@ def zigzagged(s: Setting, n: Sizes) -> spar.SequenceLayout:
     return spar.SequenceLayout.zigzag(sum(n), s.group)
 
 
+def table_by_index(f: Any, s: Setting, n: Sizes, index: Tensor, x: Tensor) -> Tensor:
+    rows = f(zigzagged(s, n), index)
+    found: Tensor = rows.table(x, 1).index_select(1, rows.local)
+    return found
+
+
 def split_and_gather(name: str, variant: str, where: str, call: Call, back: Call | None = None) -> list[Case]:
     """Return the cases of a split and of its gather, whose call is `back` if it has other arguments."""
     return [
@@ -387,6 +425,21 @@ OPERATIONS = [
     case("sharding.ShardingValidator", validated, "shard and gather", validate),
     case("data.SPDataProcessor", processed, "", process),
     case("data.sp_slice_and_pad_input", sliced, "uneven", slice_and_pad),
+    case(
+        "SequenceLayout.rows",
+        indexed,
+        "gather",
+        lambda f, s, n, i, x: f(zigzagged(s, n), i).gather(x, 1),
+        "zigzag",
+    ),
+    case("SequenceLayout.rows", indexed, "table", table_by_index, "zigzag"),
+    case(
+        "SequenceLayout.rows",
+        added_by_index,
+        "add",
+        lambda f, s, n, i, x: f(zigzagged(s, n), i).add(x, 1),
+        "zigzag",
+    ),
     case("roll", rolled, "", lambda f, s, n, x: f(x, 2, zigzagged(s, n)), "zigzag"),
     case("mean_loss", averaged, "a rank without tokens", lambda f, s, count, x: f(x, count, s.group)),
     case("mean_loss", averaged, "averaged_by", averaged_by, scale=operator.mul),
