@@ -66,7 +66,7 @@ def test_bench_times_every_operation(tmp_path: Path) -> None:
     assert table.startswith("DeepSpeed is skipped: RuntimeError: it needs a GPU\n")
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     found = {row["operation"]: row for row in rows if row["direction"] == "forward"}
-    assert len(found) == 12 and out.with_suffix(".png").exists()
+    assert len(found) == 13 and out.with_suffix(".png").exists()
     for name, row in found.items():
         assert name in table and row["spar"]["median"] > 0
         compared = {"Q, K, V at once": "three exchanges", "zigzag all_gather": "plain"}.get(name, "")

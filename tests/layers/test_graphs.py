@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.graphs import NODES, WIDTH, Graph, added
 from torch import Tensor, nn
 
 import spar
@@ -18,7 +19,6 @@ from spar import SequenceLayout
 pytestmark = pytest.mark.one_transport
 
 Group = dist.ProcessGroup
-NODES, WIDTH, NEAREST = 37, 6, 4
 LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
     "even": lambda group: SequenceLayout.even(NODES, group),
     "zigzag": lambda group: SequenceLayout.zigzag(NODES, group),
@@ -26,19 +26,6 @@ LAYOUTS: dict[str, Callable[[Group], SequenceLayout]] = {
         "local", (*(0, 20, 0)[: group.size() - 1], NODES - 20 * (group.size() > 2)), group
     ),
 }
-
-
-class Graph:
-    """The nearest nodes of each, which is no symmetric graph; the first nodes have no edges."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.points = torch.rand(NODES, 3, generator=generator, dtype=torch.float64)
-        self.nodes = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64)
-        self.nearest = torch.cdist(self.points, self.points).fill_diagonal_(9).topk(NEAREST, largest=False)[1]
-        self.source = self.nearest[NODES // 2 :].reshape(-1)
-        self.target = torch.arange(NODES // 2, NODES).repeat_interleave(NEAREST)
-        self.edges = torch.randn(len(self.source), WIDTH, generator=generator, dtype=torch.float64)
 
 
 class Messages(nn.Module):
@@ -83,10 +70,6 @@ class Energy(nn.Module):
         return torch.tanh(
             away.new_zeros(count, 1).index_add(0, targets, self.second(pairs)) + x.sum(-1)[:, None]
         )
-
-
-def added(messages: Tensor, targets: Tensor, count: int) -> Tensor:
-    return messages.new_zeros(count, WIDTH).index_add(0, targets, messages)
 
 
 def over_table(graph: Graph, layers: Any, x: Tensor, layout: SequenceLayout, place: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ def test_trainer_proves(tmp_path: Path) -> None:
     check(tmp_path, 2, "trainer.py", ["--packed"], "proved: Trainer learns the same over 2 ranks")
 
 
+def test_graph_proves(tmp_path: Path) -> None:
+    check(tmp_path, 2, "graph.py", ["--steps", "10"], "proved: a graph network learns the same forces over 2")
+
+
 def test_grpo_proves(tmp_path: Path) -> None:
     check(tmp_path, 2, "grpo.py", ["--tree"], "the same over 2 ranks, over prefix trees, as in one process")
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import TRANSPORTS, Ranks
+from helpers.graphs import check_page as check_graphs, given as of_graphs
 from helpers.launched import launch
 from helpers.whole_attention import whole_attention
 from test_rl import Model as SmallDecoder, given as of_rl
@@ -285,6 +286,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "utils.md": of_utils,
     "packed.md": of_packed,
     "rl.md": of_rl,
+    "science.md": of_graphs,
     "several-nodes.md": of_several_nodes,
     "debugging.md": of_debugging,
 }
@@ -406,6 +408,7 @@ CHECKS = {
     ("utils.md", 0): check_utils,
     ("several-nodes.md", 1): check_groups_of_a_node,
     ("several-nodes.md", 2): check_rings_across_nodes,
+    **{("science.md", number): functools.partial(check_graphs, number) for number in range(5)},
 }
 
 
