@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/rows.py
 
 Points in a cube, whose rows are sharded evenly: a row for each of a random index, and the 8 nearest of each
-point, in random order and along a Morton curve. "exchange" gathers the distinct rows of others, "gloo" moves
-the same rows, which are packed before. Each time is that of the slowest rank, best of --turns, in ms, and
-behind it the CPU time. With --simulated 64 the plan of one of as many ranks is timed in a single process.
+point, in random order and along a Morton curve. "exchange" moves the distinct rows of others, packed before,
+and gloo the same; "gather of others" packs and moves them. Each time is that of the slowest rank, best of
+--turns, in ms, and behind it the CPU time. With --simulated 64 the plan of one of as many ranks is timed.
 """
 
 from __future__ import annotations
@@ -108,12 +108,14 @@ def compare(name: str, index: Tensor, x: Tensor, layout: spar.SequenceLayout, tu
     requests: list[Any] = [None] * world
     dist.all_gather_object(requests, asked)
     packed = x[torch.cat([each[rank] for each in requests])]
-    sizes, received = [len(each[rank]) for each in requests], x.new_empty(len(wanted), x.size(1))
+    counts = [[len(each[owner]) for each in requests] for owner in range(world)]
+    received, sizes = x.new_empty(len(wanted), x.size(1)), [row[rank] for row in counts]
     steps: dict[str, Callable[[], Any]] = {
         "plan": lambda: layout.rows(index),
         "all_gather": lambda: layout.all_gather(x, 0),
-        "exchange": lambda: others.gather(x),
-        "gloo": lambda: dist.all_to_all_single(received, packed, list(map(len, asked)), sizes),
+        "exchange": lambda: spar.all_to_all_single(packed, counts),
+        "gloo": lambda: dist.all_to_all_single(received, packed, sizes, counts[rank]),
+        "gather of others": lambda: others.gather(x),
         "table": lambda: rows.table(x),
         "gather": lambda: rows.gather(x),
     }

@@ -22,6 +22,7 @@ from helpers.tables import EXCHANGES, Cut, by_rule
 
 import spar
 from spar import _C
+from spar._exchange.layouts import by_receiver, by_sizes, pair, rotated, swapped
 
 SPAR = Path(_C.__file__).parent
 WORLDS = (2, 3, 4)
@@ -93,6 +94,29 @@ def large_cells(world: int) -> list[Cell]:
         views = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
         cells.append((op, args, views, list(outputs), 1.0, False))
     return cells
+
+
+def row_cells(world: int) -> list[Cell]:
+    """The exchanges of `Rows`: any number for each pair of ranks, and whole shards of the next ranks."""
+    draw = random.Random(world)
+    sizes = [draw.randint(0, 5) * (r != owner) for r in range(world) for owner in range(world)]
+    blocks = [torch.randn(2, size, 3) for size in sizes]
+    sent = [torch.cat(blocks[owner::world], 1) for owner in range(world)]
+    received = [torch.cat(blocks[r * world : (r + 1) * world], 1) for r in range(world)]
+    args = by_receiver(1, world, sizes)
+    cells: list[Cell] = [("exchange", args, sent, received, 1.0, False)]
+    cells.append(("exchange", swapped(args), received, sent, 1.0, False))
+    held = [3, 0, 4, 2][:world]
+    shards = [torch.randn(size, 3) for size in held]
+    for k in range(1, world):
+        turn = pair(by_sizes(0, held), rotated(0, held, world - k))
+        cells.append(("exchange", turn, shards, shards[k:] + shards[:k], 1.0, False))
+    return cells
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_indexed_rows(gpus: Ranks, world: int) -> None:
+    gpus(world, nccl_ranks.check_cells, 4 * (world - 1) * 2048, row_cells(world))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -14,7 +14,7 @@ from conftest import Ranks, standin_ranks
 from helpers import nccl_faults, nccl_in_flight, nccl_ranks, push_direct, push_ranks
 from helpers.push_ranks import over_push
 from helpers.tables import EXCHANGES
-from test_nccl import cells_of, large_cells
+from test_nccl import cells_of, large_cells, row_cells
 
 from spar._transports import cuda
 
@@ -35,6 +35,11 @@ def test_all_ops(gpus: Ranks, world: int, slot: int) -> None:
     cells = [cell for op in EXCHANGES for seed in range(6) for cell in cells_of(op, world, seed)]
     (reason,) = set(gpus(world, over_push, slot, push_ranks.check_cells, cells))
     assert reason == "all ranks on this host can write to each other's GPUs"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_indexed_rows(gpus: Ranks, world: int) -> None:
+    gpus(world, over_push, SLOT, push_ranks.check_cells, row_cells(world))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -116,6 +116,9 @@ SIGNATURES = {
     "empty_cache": "",
     "memory_stats": "",
     "gather_forward_split_backward_and_unpad": "input_, group, dim, padding_size=0, unpad_dim=None",
+    "Rows.gather": "self, x, dim=0, async_op=False",
+    "Rows.add": "self, y, dim=0, async_op=False",
+    "Rows.table": "self, x, dim=0, async_op=False",
     "Work.wait": "self, timeout=None",
     "Work.is_completed": "self",
     "mean_loss": "loss_sum, count, group=None, averaged_by=None",
@@ -139,6 +142,7 @@ LAYOUT = {
     "SequenceLayout.halo": "self, x, before, dim=1, after=0",
     "SequenceLayout.drop_halo": "self, y, before, dim=1, after=0",
     "SequenceLayout.shift": "self, x, n, dim=1, fill=0",
+    "SequenceLayout.rows": "self, index, padding=False",
 }
 SHARDING = {
     "sp_shard": "tensor, dim, validate=True",
