@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import _C
+from .._control.agreement import is_reported
 from .._control.state import Place
 from .._group.group import Group
 from .._transports.dtypes import copy_items
@@ -84,12 +85,16 @@ class RowMaps:
         count = len(parts) // len(self.dims)
         return [parts[i : i + count] for i in range(0, len(parts), count)]
 
-    def sent(self, inputs: Tensors, allocate: Allocate) -> list[Tensor]:
-        """Return what the rank sends of its shards."""
+    def sent(self, inputs: Tensors, allocate: Allocate | None = None) -> list[Tensor]:
+        """Return what the rank sends of its shards; allocate: memory for copies, which are not recorded."""
         send, found = self.plan.send, []
         for x, dim in zip(inputs, self.dims, strict=True):
             found += [] if self.selects else [x]
-            found += [x] * len(self.plan.parts) if send is None else [chosen(x, dim, send, allocate)]
+            if send is None:
+                found += [x] * len(self.plan.parts)
+                continue
+            out = None if allocate is None else allocate(resized(x, dim, len(send)), x)
+            found.append(torch.index_select(x, dim, send, out=out))
         return found
 
     def joined(self, x: Tensor, received: Tensors, dim: int) -> Tensor:
@@ -119,9 +124,13 @@ class RowMaps:
             for part in self.sections(table, dim, unused)
         ]
 
-    def added(self, table: Tensor, back: Tensors, dim: int) -> Tensor:
+    def added(self, table: Tensor, back: Tensors, dim: int, allocate: Allocate) -> Tensor:
         """Return what this rank adds to its own rows, and what the others add."""
-        own, *back = [table.narrow(dim, 0, self.plan.own).clone(), *back] if self.selects else back
+        size = self.plan.own
+        if self.selects:
+            own = allocate(resized(table, dim, size), table).copy_(table.narrow(dim, 0, size))
+        else:
+            own, *back = back
         if self.plan.send is not None:
             return own.index_add_(dim, self.plan.send, *back)
         for part in back:
@@ -129,15 +138,8 @@ class RowMaps:
         return own
 
 
-def chosen(x: Tensor, dim: int, index: Tensor, allocate: Allocate) -> Tensor:
-    """Return rows of a tensor, in memory of the caller's choice unless a derivative may be recorded."""
-    if allocate is new:
-        return x.index_select(dim, index)
-    return torch.index_select(x, dim, index, out=allocate(resized(x, dim, len(index)), x))
-
-
 class RowExchange(Exchange):
-    """See above.
+    """An exchange of the rows of tensors, with what a rank does before and behind it.
 
     Attributes:
         maps: what is done on each rank.
@@ -196,15 +198,19 @@ class RowExchange(Exchange):
             if isinstance(self.group, Group) and self.group.world > 1:
                 self.group.calls += 1
             return [x.new_empty(shape) for x, shape in zip(inputs, self.shapes(inputs), strict=True)]
-        # The group's own thread records, unless it is told not to.
-        inference = outs is not None and outs[0].is_inference()
-        with torch.inference_mode() if inference else torch.no_grad():
+        group, made = self.group, getattr(self.group, "calls", 0)
+        try:
             if not self.adds:
                 return self._gather(inputs, outs, forward, queued)
             sums = self._add(inputs, forward, queued)
             for target, x in zip(outs or (), sums, strict=outs is not None):
                 target.copy_(x)
             return sums if outs is None else list(outs)
+        except BaseException as error:
+            # In flight no caller reports what fails before the exchange.
+            if queued and isinstance(group, Group) and group.calls == made and not is_reported(error, group):
+                group.fail(self.name, inputs[0].device.type, error, queued=True)
+            raise
 
     def _gather(self, inputs: Tensors, given: Tensors | None, forward: Number, queued: bool) -> list[Tensor]:
         maps, plan = self.maps, self.maps.plan
@@ -236,7 +242,8 @@ class RowExchange(Exchange):
         maps = self.maps
         tables = maps.tables(inputs, self._allocate)
         back = maps.per_tensor(self._exchange(maps.parts(tables), forward, None, queued))
-        return [maps.added(*each) for each in zip(tables, back, maps.dims, strict=True)]
+        triples = zip(tables, back, maps.dims, strict=True)
+        return [maps.added(*each, self._allocate) for each in triples]
 
     def _exchange(
         self, sent: Tensors, forward: Number, targets: Tensors | None = None, queued: bool = False
@@ -263,8 +270,8 @@ def mapped(
 ) -> list[Tensor]:
     """Return what a RowExchange does, by operations of which each has a derivative."""
     if not adds:
-        received = maps.per_tensor(exchange(maps.sent(inputs, new)))
+        received = maps.per_tensor(exchange(maps.sent(inputs)))
         return [maps.joined(*each) for each in zip(inputs, received, maps.dims, strict=True)]
     tables = maps.tables(inputs, new)
     back = maps.per_tensor(exchange(maps.parts(tables)))
-    return [maps.added(*each) for each in zip(tables, back, maps.dims, strict=True)]
+    return [maps.added(*each, new) for each in zip(tables, back, maps.dims, strict=True)]

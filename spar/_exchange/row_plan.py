@@ -114,8 +114,16 @@ def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
         parts = (len(wanted),)
     if padding:
         local[is_zero] = own + sum(parts)
-    counts_of = own, int(padding), own if is_other.all() else 0, parts
-    return RowPlan(local.reshape(index.shape), send, tuple(table), held, *counts_of)
+    return RowPlan(
+        local.reshape(index.shape),
+        send,
+        tuple(table),
+        held,
+        own=own,
+        zeros=int(padding),
+        unused=own if is_other.all() else 0,
+        parts=parts,
+    )
 
 
 def _checked(call: Arguments, total: int, padding: bool) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar import SequenceLayout
+from spar._exchange.row_exchange import RowMaps
 
 Group = dist.ProcessGroup
 KINDS = ("any", "of two dims", "empty", "one rank has all", "one row", "own", "padding", "all")
@@ -187,6 +188,25 @@ def test_wrong_arguments_of_one_rank_raise_on_all(ranks: Ranks, world: int) -> N
     ranks(world, check_errors)
 
 
+def check_failure_in_flight(rank: int, world: int, group: Group) -> None:
+    """What fails on the group's thread before the exchange is an error of all ranks."""
+    layout = SequenceLayout.even(20, group)
+    rows, x = layout.rows(torch.arange(10) + 10 * (rank == 0)), torch.ones(10, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(RowMaps, "sent", lambda *_: torch.empty(2**62))
+        _, work = rows.gather(x, async_op=True)
+        expected = (spar.MismatchError, "rank 1 failed: RuntimeError") if rank == 0 else (RuntimeError, None)
+        with pytest.raises(expected[0], match=expected[1]):
+            work.wait()
+    assert_same(rows.gather(x), torch.ones(10, 2))
+
+
+@pytest.mark.one_transport
+def test_failure_in_flight_is_reported(ranks: Ranks) -> None:
+    ranks(2, check_failure_in_flight)
+
+
 # ---- derivatives, lists, calls in flight, compiled code ----
 
 
@@ -254,6 +274,9 @@ def check_use(rank: int, world: int, group: Group) -> None:
         for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e5m2):
             plain = cells((13, 3), dtype)[layout.index()]
             assert_same(rows.table(plain)[rows.local], rows.gather(plain))
+        conjugate = torch.randn(own, 3, dtype=torch.complex64).conj()
+        assert_same(rows.gather(conjugate), rows.gather(conjugate.resolve_conj()))
+        assert_same(rows.table(conjugate.imag), rows.table(conjugate.imag.resolve_neg()))
         meta = rows.gather(torch.empty(2, own, device="meta"), 1)
         assert meta.is_meta and meta.shape == (2, *rows.local.shape)
         many = rows.gather([x.detach() + i for i in range(20)])
