@@ -24,6 +24,7 @@ Group = dist.ProcessGroup
 # What reads values, which fake tensors do not have.
 OF_VALUES = {
     "SequenceLayout.from_local": "gathers the ranks' sizes",
+    "SequenceLayout.rows": "plans by the values of the index",
     "SequenceLayout.of_runs": "the case makes its runs from a tensor",
     "data.SPDataProcessor": "pickles samples",
     "packed_data_gather_forward_split_backward": "the case passes its sizes as a tensor",
