@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one part to another of the same tokens: an exchange of those that another rank is to hold."""
+"""From one part of a whole tensor to another: an exchange of what another rank is to hold."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,22 +12,24 @@ from .._exchange.arguments import Arguments
 from .._exchange.gather_plan import GatherPlan, plan_pieces
 from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
+from ..ops.all_to_all import all_to_all
 from .dtensors import is_distributed
 from .part import Part, in_order_of, mark, part_of
 
 
 def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
-    """Return another part of the whole of x, or of what begins at `start` in the dim of its part.
-
-    Both parts are of the same dim.
-    """
+    """Return another part of the whole of x, or of what begins at `start` in the dim of both parts."""
     own = part_of(x)
     assert own is not None
     if own is part:
         return x
+    if own.dim != part.dim:
+        return in_other_dim(x, part)
     if is_distributed(x):
         return part.parts.shard(part.parts.gather(x).narrow(own.dim, start, part.whole), part)
-    plan = _plan(own, part, start)
+    plan = _plan(
+        own, (part, start), lambda rank: [(start + run.start, run.size) for run in runs_of(part, rank)]
+    )
     if plan is None:
         return mark(x.clone(memory_format=torch.preserve_format), part)
     with Arguments("a sharded model", x, part.parts.group) as call:
@@ -33,16 +37,54 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     return mark(in_order_of(out, x), part)
 
 
-def _plan(own: Part, wanted: Part, start: int) -> GatherPlan | None:
-    """Return how ranks exchange their tokens; None if each holds those that it wants."""
-    known, key = own.parts.moves, (own, wanted, start)
-    if key not in known:
-        ranks = range(own.parts.world)
-        held = [runs_of(own, rank) for rank in ranks]
-        pieces = [[(start + run.start, run.size) for run in runs_of(wanted, rank)] for rank in ranks]
+def in_other_dim(x: Tensor, part: Part, last: int = -1) -> Tensor:
+    """Return the part of another dim of the whole of x: rows become columns, in one exchange.
+
+    last: the dim that is innermost in what is exchanged; one of few bytes would be moved byte by byte.
+    """
+    own = part_of(x)
+    assert own is not None
+    layouts = own.layout, part.layout
+    if None in layouts or is_distributed(x):
+        return part.parts.shard(part.parts.gather(x), part)
+    dims = [*range(x.dim())]
+    dims.append(dims.pop(last))
+    given = x.permute(dims).contiguous() if last >= 0 else x
+    scatter, gather = dims.index(part.dim), dims.index(own.dim)
+    out = all_to_all(
+        given, part.parts.group, scatter, gather, layout=layouts[0], scatter_layout=layouts[1]
+    ).movedim(-1, last)
+    return mark(in_order_of(out, x), part)
+
+
+def fetched(x: Tensor, start: int, stop: int) -> Tensor:
+    """Return rows start to before stop of the whole of x, all of them on each rank."""
+    part = part_of(x)
+    assert part is not None
+    if is_distributed(x):
+        return part.parts.gather(x).narrow(part.dim, start, stop - start)
+    plan = _plan(part, (start, stop), lambda _: [(start, stop - start)])
+    if plan is None:
+        return x
+    with Arguments("a sharded model", x, part.parts.group) as call:
+        out = gather_pieces(call, plan, [x], part.dim, f"rows {start} to {stop}")[0]
+    return in_order_of(out, x)
+
+
+def _plan(
+    own: Part, key: tuple[Part | int, int], wanted: Callable[[int], list[tuple[int, int]]]
+) -> GatherPlan | None:
+    """Return how ranks exchange their rows; None if each holds those that it wants.
+
+    wanted: by a rank, where its pieces begin and how many rows they are. key: what says the same.
+    """
+    known, parts = own.parts.moves, own.parts
+    if (own, key) not in known:
+        held = [runs_of(own, rank) for rank in range(parts.world)]
+        pieces = [wanted(rank) for rank in range(parts.world)]
         is_there = pieces == [[(run.start, run.size) for run in each] for each in held]
-        known[key] = None if is_there else plan_pieces(held, pieces, own.parts.rank)
-    return known[key]
+        known[own, key] = None if is_there else plan_pieces(held, pieces, parts.rank)
+    return known[own, key]
 
 
 def runs_of(part: Part, rank: int) -> list[Piece]:

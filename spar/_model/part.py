@@ -156,6 +156,13 @@ class Part:
         return SequenceLayout("local", self.sizes, self.parts.group)
 
     @property
+    def layout(self) -> SequenceLayout | None:
+        """How the dim lies on the ranks; None if no layout has such runs."""
+        if self.is_plain and (len(self.lengths) == 1 or self.parts.is_in_order):
+            return self.parts.layout(self.lengths)
+        return self.rows
+
+    @property
     def plain(self) -> Part:
         """The part of the same dim that has a layout: of one sequence where several have none."""
         is_one = self.is_plain and (len(self.lengths) == 1 or self.parts.is_in_order)
@@ -250,7 +257,7 @@ class Parts:
         # As long as tensors and plans have them: lengths may differ in each forward.
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
-        self.moves: dict[tuple[Part, Part, int], GatherPlan | None] = {}  # the plans of `moved`
+        self.moves: dict[tuple[Part, tuple[Part | int, int]], GatherPlan | None] = {}  # the plans of `moving`
 
     def __deepcopy__(self, memo: object) -> Parts:
         return self

@@ -314,12 +314,10 @@ class View(Mode, TorchFunctionMode):
             count += 1
             if count not in moves:
                 return x
-            part, own = moves[count], part_of(x)
-            if own is not None and part is not None and (own.dim, own.whole) == (part.dim, part.whole):
-                return moved(x, part)
-            if own is not None:
-                x = self.parts.gather(x)
-            return x if part is None else self.parts.shard(x, part)
+            part = moves[count]
+            if part is None:
+                return self.parts.gather(x)
+            return self.parts.shard(x, part) if part_of(x) is None else moved(x, part)
 
         return changed(move, (args, kwargs))
 

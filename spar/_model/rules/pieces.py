@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
-from ..moving import cut, within
+from ..moving import cut, fetched, within
 from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
 
@@ -36,7 +36,7 @@ def split(call: FunctionCall, part: Part) -> Plan | None:
     cuts, at = [], 0
     for size in sizes:
         found = _between(part, at, at + size)
-        if found is None:
+        if found is None or found[0] is None:
             return None
         cuts.append(found)
         at += size
@@ -73,15 +73,17 @@ def _inside(part: Part, start: int, stop: int) -> int | None:
     return None
 
 
-def _between(part: Part, start: int, stop: int) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-    """Return the part of tokens start to before stop, and what takes it; None for fewer tokens than ranks."""
-    dim, found = part.dim, part.between(start, stop)
+def _between(part: Part, start: int, stop: int) -> tuple[Part | None, Callable[[Tensor], Tensor]] | None:
+    """Return the part of rows start to before stop, and what takes it: fewer rows than ranks are whole."""
+    dim, found = part.dim, part.between(start, stop) if part.is_plain else None
     if found is not None:
         begin, size, piece = _cut(part, *found)
         return piece, lambda x: x.narrow(dim, begin, size)
-    if stop - start < part.parts.world:
+    if not 0 <= start <= stop <= part.whole:
         return None
-    return within(part, start, stop), lambda x: cut(x, start, stop)
+    if stop - start < part.parts.world:
+        return None, lambda x: fetched(x, start, stop)
+    return (within(part, start, stop), lambda x: cut(x, start, stop)) if part.is_plain else None
 
 
 def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
@@ -110,8 +112,7 @@ def narrow(call: FunctionCall, part: Part) -> Plan | None:
     start, length = call.get(2, "start"), call.get(3, "length")
     if dim != part.dim:
         return Plan(part)
-    is_known = part.is_plain and are_ints((start, length))
-    found = _between(part, start, start + length) if is_known else None
+    found = _between(part, start, start + length) if are_ints((start, length)) else None
     if found is None:
         return None
     piece, take = found
@@ -120,8 +121,17 @@ def narrow(call: FunctionCall, part: Part) -> Plan | None:
 
 @part_rule("select", uneven=True)
 def select(call: FunctionCall, part: Part) -> Plan | None:
-    (dim,) = call.dims(call.input, call.get(1, "dim"))
-    return None if dim == part.dim else Plan(part.at(part.dim - (dim < part.dim)))
+    (dim,), index = call.dims(call.input, call.get(1, "dim")), call.get(2, "index")
+    if dim != part.dim:
+        return Plan(part.at(part.dim - (dim < part.dim)))
+    at = _place(part, index) if are_ints((index,)) else None
+    return None if at is None else Plan(run=lambda x, *_, **__: fetched(x, at, at + 1).select(dim, 0))
+
+
+def _place(part: Part, index: int) -> int | None:
+    """Return a row's place in the whole, from 0; None if there is no such row."""
+    at = int(index) + part.whole * (index < 0)
+    return at if 0 <= at < part.whole else None
 
 
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
@@ -205,27 +215,29 @@ def getitem(call: FunctionCall) -> Plan | None:
 
 
 def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
-    """Index what a slice inside of a sequence takes."""
-    index = call.args[1]
+    """Index what a slice inside of a sequence takes, or what one of its rows is."""
+    index, x = call.args[1], call.input
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not part.is_plain or not all(entry is None or isinstance(entry, (int, slice)) for entry in entries):
+    if not all(map(_is_basic, entries)):
         return None
-    if any(_has_tensor(entry) for entry in entries):
-        return None
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    entries[at : at + 1] = [slice(None)] * (x.dim() - used)
     dims = [i for i, entry in enumerate(entries) if entry is not None]
-    if part.dim >= len(dims) or not isinstance(entries[dims[part.dim]], slice):
+    if len(dims) != x.dim():
         return None
-    start, stop, step = entries[dims[part.dim]].indices(part.whole)
-    taken = _between(part, start, stop) if step == 1 else None
+    entry, at = entries[dims[part.dim]], dims[part.dim]
+    if not isinstance(entry, slice):
+        place, entries[at] = _place(part, entry), 0
+        rest = tuple(entries)
+        return None if place is None else Plan(run=lambda x, _: fetched(x, place, place + 1)[rest])
+    start, stop, step = entry.indices(part.whole)
+    taken, entries[at] = _between(part, start, stop) if step == 1 else None, slice(None)
     if taken is None:
         return None
-    entries[dims[part.dim]] = slice(None)
-    found = indexed(call.input, taken[0], tuple(entries))
-    if found is None:
-        return None
-    result, take = found[1], taken[1]
-
-    return Plan(result, run=lambda x, _: take(x)[found[0]])
+    piece, take = taken
+    found = (tuple(entries), None) if piece is None else indexed(x, piece, tuple(entries))
+    return None if found is None else Plan(found[1], run=lambda x, _: take(x)[found[0]])
 
 
 @rule("__setitem__")
