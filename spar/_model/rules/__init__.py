@@ -3,6 +3,7 @@
 
 from . import (  # noqa: F401
     attention,
+    contractions,
     losses,
     metadata,
     pieces,

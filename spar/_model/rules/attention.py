@@ -76,7 +76,7 @@ def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | Non
     operands = [x for x in asked[:4] if x is not None]
     if asked.enable_gqa and part.dim == asked.query.dim() - 3 and asked.key.size(-3) != asked.query.size(-3):
         return None
-    moves = aligned(operands, asked.query, part)
+    moves = aligned(operands, asked.query.dim(), part)
     if moves is None or any(i and operands[i].dim() != asked.query.dim() for i, to in moves if to):
         return None
     wanted = [(operands[i], to) for i, to in moves]

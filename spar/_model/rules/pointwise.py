@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -84,23 +85,35 @@ def pointwise(call: FunctionCall) -> Plan | None:
         return None  # the places of its elements
     parts = [x for x in call.tensors if part_of(x) is not None]
     reference = first if part_of(first) is not None else max(parts, key=whole_numel)
-    part = part_of(reference)
+    shape = _broadcast(call.tensors)
+    places = {id(x): _place(x, len(shape)) for x in parts}
+    part = places[id(reference)]
+    if len(set(places.values())) > 1 and prod(shape) > max(map(whole_numel, call.tensors)):
+        # An outer sum lies by rows, as what it is added to.
+        rows = [each.at(shape.index(each.whole)) for each in places.values() if each.whole > 1]
+        part = min(rows, key=lambda each: each.dim, default=part)
+    moves = aligned(call.tensors, len(shape), part)
+    return None if moves is None else Plan(part, moves)
+
+
+def _broadcast(tensors: list[Tensor]) -> list[int]:
+    """Return the whole shape of what tensors broadcast to."""
+    shapes = zip_longest(*[whole_shape(x)[::-1] for x in tensors], fillvalue=1)
+    return [next((size for size in sizes if size != 1), 1) for sizes in shapes][::-1]
+
+
+def _place(x: Tensor, dims: int) -> Part:
+    """Return the part of a result of so many dims that a part of an operand makes."""
+    part = part_of(x)
     assert part is not None
-    moves = aligned(call.tensors, reference, part)
-    dims = max([x.dim() for x in call.tensors])
-    return None if moves is None else Plan(part.at(part.dim + dims - reference.dim()), moves)
+    return part.at(part.dim + dims - x.dim())
 
 
-def aligned(
-    tensors: list[Tensor], reference: Tensor, part: Part
-) -> tuple[tuple[int, Part | None], ...] | None:
-    """Return what makes operands that broadcast with a reference the same part; None if nothing does."""
-    behind = reference.dim() - part.dim
+def aligned(tensors: list[Tensor], dims: int, part: Part) -> tuple[tuple[int, Part | None], ...] | None:
+    """Return what makes operands the same part of a result of so many dims; None if nothing does."""
     moves: list[tuple[int, Part | None]] = []
     for i, x in enumerate(tensors):
-        if x is reference:
-            continue
-        own, dim = part_of(x), x.dim() - behind
+        own, dim = part_of(x), part.dim + x.dim() - dims
         if own is not None and dim >= 0 and own is part.at(dim):
             continue
         size = whole_shape(x)[dim] if dim >= 0 else 1
