@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
+from ..moving import in_other_dim
 from ..part import Part, whole_shape
 
 _EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
@@ -123,8 +125,24 @@ def reordered(call: FunctionCall, part: Part) -> Plan | None:
         return None
     probe = torch.empty([0, *range(2, x.dim() + 1)] if x.dim() else [], device="meta")
     sizes = list(probe.size())
-    moved = list(call.function(probe, *call.args[1:], **_but_input(call)).size())
-    return Plan(part.at(moved.index(sizes[part.dim])))
+    order = [sizes.index(n) for n in call.function(probe, *call.args[1:], **_but_input(call)).size()]
+    other = _other_of_pair(x, part, order)
+    if other is None:
+        return Plan(part.at(order.index(part.dim)))
+    function = call.function
+    return Plan(part, run=lambda x, *args, **kwargs: function(in_other_dim(x, other), *args, **kwargs))
+
+
+def _other_of_pair(x: Tensor, part: Part, order: list[int]) -> Part | None:
+    """Return the part of a pair tensor's columns where a new order of dims exchanges these for its rows.
+
+    The columns then are this rank's rows of the result [B, N, N, ...]: all that follows computes with rows.
+    """
+    shape, others = whole_shape(x), [dim for dim, place in enumerate(order) if dim != place]
+    if x.dim() < 4 or len(others) != 2 or part.dim not in others or others[-1] == x.dim() - 1:
+        return None
+    other = sum(others) - part.dim
+    return part.at(other) if shape[other] == part.whole else None
 
 
 def _but_input(call: FunctionCall) -> dict[str, Any]:
