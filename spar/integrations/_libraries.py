@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What views are told of transformers and diffusers, and what is replaced there while one runs."""
+"""What views are told of libraries of models, and what is replaced there while one runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from .._model.library import Library, RunModule
+from ._chunks import MODULES, chunks_of_rows
 from ._diffusers.kernels import kernels_of_parts
 from ._transformers.caches import follow
 from ._transformers.eager import attending
@@ -25,6 +26,7 @@ _CHANGES = (
     ("transformers.modeling_utils", serving),
     ("transformers.modeling_utils", ordering),
     ("diffusers.models.attention_dispatch", kernels_of_parts),
+    *((name, chunks_of_rows) for name in MODULES),
 )
 
 
