@@ -14,6 +14,8 @@ from .memory import version_of
 from .nested import tensors_in
 from .part import part_of
 
+_MADE = "_spar_made"  # a tensor's attribute: the aliases of the forward that made it
+
 
 class _Alias(NamedTuple):
     """The memory of a tensor that would share that of another one.
@@ -56,6 +58,16 @@ class Aliases:
             own = _memory(x)
             self._link(own, memory, others)
             self._dense.add(own.cdata)
+
+    def add_made(self, made: Any) -> Any:
+        """Note that a tensor was made in this forward, by a function that reads none; return it."""
+        for x in tensors_in(made):
+            setattr(x, _MADE, self)
+        return made
+
+    def is_made(self, x: Tensor) -> bool:
+        """Whether x was made in this forward, and is no result of others."""
+        return getattr(x, _MADE, None) is self and not x.requires_grad
 
     def is_dense_copy(self, x: Tensor) -> bool:
         """Whether x has other gaps in its memory than if nothing was sharded."""

@@ -167,7 +167,20 @@ def parts_of_arguments(made: Parts, named: list[tuple[str, Any]]) -> dict[int, P
                 is_whole = part_of(x) is None
                 if is_whole and x.dim() > max(part.dim, 1) and x.size(part.dim) == part.whole:
                     parts.setdefault(id(x), part)
+        if part.dim == 0:
+            for x, of_graph in _of_graph([x for _, x in tensors], part):
+                parts.setdefault(id(x), of_graph)
     return parts
+
+
+def _of_graph(tensors: list[Tensor], nodes: Part) -> Iterator[tuple[Tensor, Part]]:
+    """Return what else a layer of a graph network receives of each node or edge; edges: ints [2, E]."""
+    made = nodes.parts
+    pairs = [x for x in tensors if x.dim() == 2 and x.size(0) == 2 and x.dtype in (torch.int64, torch.int32)]
+    edges = [made.part(0, (x.size(1),)) for x in pairs if part_of(x) is None and x.size(1) >= made.world]
+    for x in tensors if pairs else ():
+        if x.is_floating_point() and x.dim() and part_of(x) is None:
+            yield from [(x, part) for part in (nodes, *edges) if part.is_plain and part.whole == x.size(0)]
 
 
 def _in_node(value: Any) -> Any:

@@ -24,6 +24,8 @@ class Plan(NamedTuple):
         moves: what is first made of tensors among the arguments, by their order: a part of a whole tensor, or
             None, the whole of a part.
         replaced: other values of arguments, by position or name.
+        becomes: what the first argument, which the function writes, becomes in place if it is a whole tensor
+            that this forward made.
         run: what is called in the function's place.
         work: multiply-adds on this rank, and in the whole.
     """
@@ -31,6 +33,7 @@ class Plan(NamedTuple):
     part: Part | tuple[Part | None, ...] | None = None
     moves: tuple[tuple[int, Part | None], ...] = ()
     replaced: tuple[tuple[int | str, Any], ...] = ()
+    becomes: Part | None = None
     run: Any = None
     work: tuple[int, int] = (0, 0)
 
@@ -38,7 +41,7 @@ class Plan(NamedTuple):
 class Step:
     """A plan, and what its results are: found where it first runs, as equal calls have equal shapes."""
 
-    __slots__ = ("copies", "may_copy", "plan", "result", "run", "writes")
+    __slots__ = ("copies", "makes", "may_copy", "plan", "result", "run", "writes")
 
     def __init__(self, plan: Plan | None, func: Any) -> None:
         self.plan = plan
@@ -46,6 +49,7 @@ class Step:
         self.result: Shard | list[Shard | None] | None = None  # of one result, or of several
         self.copies = False  # whether results would share memory if nothing was sharded, and do not
         self.may_copy = False  # whether a result may share memory, and would not if nothing was sharded
+        self.makes = False  # whether its result is a new whole tensor of no other's elements
         self.writes = False  # whether it changes its first argument
 
     def find_result(self, name: str, out: Any) -> Shard | list[Shard | None] | None:

@@ -18,6 +18,10 @@ adjoint split_with_sizes unsafe_chunk unsafe_split hsplit vsplit dsplit ravel ex
 get_data detach alias slice get_real get_imag real imag view_as_real view_as_complex
 """
 _VIEWS = frozenset(_VIEWS_NAMES.split())
+_MAKING_NAMES = """
+zeros ones full empty zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty
+"""
+MAKING = frozenset(_MAKING_NAMES.split())  # functions that make a tensor of no other's elements
 _MAY_COPY = frozenset({"reshape", "reshape_as", "flatten", "ravel"})  # in one process, too
 MAY_SHARE = _MAY_COPY | {"contiguous"}
 

@@ -258,6 +258,7 @@ class Parts:
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
         self.moves: dict[tuple[Part, tuple[Part | int, int]], GatherPlan | None] = {}  # the plans of `moving`
+        self.indexes: dict[tuple[object, ...], Any] = {}  # of this forward: what `rows_of` has found
 
     def __deepcopy__(self, memo: object) -> Parts:
         return self

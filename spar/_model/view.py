@@ -24,8 +24,8 @@ from .generators import TORCH, draws_since, states, states_of
 from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .library import NO_LIBRARY, Library
-from .memory import MAY_SHARE, are_copies, has_no_gaps, is_view
-from .moving import moved
+from .memory import MAKING, MAY_SHARE, are_copies, has_no_gaps, is_view
+from .moving import moved, shard_in_place
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, is_uneven, mark, part_of, whole_shape
 from .places import code_of, compared_groups, compared_in
@@ -91,6 +91,7 @@ class View(Mode, TorchFunctionMode):
         """Enter the view for one forward of the model. inputs: the caller's tensors, which it may change."""
         groups = compared_groups(self.parts)
         self._begin()
+        self.parts.indexes.clear()
         self._given = Given(inputs)
         self._states = states(self.parts.device)
         before = [group.view for group in groups]
@@ -104,6 +105,7 @@ class View(Mode, TorchFunctionMode):
             for group, view in zip(groups, before, strict=True):
                 group.view = view
             self._aliases, self._given = Aliases(), Given(())
+            self.parts.indexes.clear()
             self._watch()
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
@@ -172,6 +174,8 @@ class View(Mode, TorchFunctionMode):
         if not sharded:
             if self.recording:
                 self.report.count(function.name, args, kwargs, self.blocks > 0)
+            if function.name in MAKING and "out" not in kwargs:
+                return self._aliases.add_made(func(*args, **kwargs))
             if not (function.writes or func in _GRADIENTS):
                 self._remember_plain(func)
             return func(*args, **kwargs)
@@ -188,6 +192,9 @@ class View(Mode, TorchFunctionMode):
         base: Any = args[0] if args else None
         if plan.moves:
             args, kwargs = self._moved(dict(plan.moves), args, kwargs)
+        if plan.becomes is not None and self._aliases.is_made(base):
+            self._aliases.add_slice(base, shard_in_place(base, plan.becomes))
+            self.note_written([base])  # what shares the whole's memory lacks it
         args, kwargs = replaced(args, kwargs, plan.replaced)
         out = step.run(*args, **kwargs)
         if step.result is None:
@@ -211,9 +218,10 @@ class View(Mode, TorchFunctionMode):
         step.copies = are_copies(function.name, args, base, out, bool(plan.moves))
         step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
         step.writes = function.is_inplace
-        if key is None or plan.moves:
+        step.makes = function.name in MAKING and plan.part is None
+        if key is None or plan.moves or plan.becomes is not None:
             return
-        rest = step if step.copies or step.may_copy or step.writes else None
+        rest = step if step.copies or step.may_copy or step.writes or step.makes else None
         if not was_bound:
             self._remember(key, step.run, plan.replaced, step.result, rest)
         elif rest is None:  # Otherwise the first argument is read by its position.
@@ -225,6 +233,8 @@ class View(Mode, TorchFunctionMode):
             if self._aliases.write(base):
                 self._watch()
             return out
+        if step.makes:
+            return self._aliases.add_made(out)
         if step.copies:
             self._aliases.add_copies(tensors_in(out), base)
         return self._unshared(base, out) if step.may_copy else out

@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     reductions,
     resampling,
     rows,
+    scatters,
     shapes,
     spatial,
     spatial_norms,

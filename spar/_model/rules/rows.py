@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are taken or changed by an index or a mask, as experts take their tokens.
 
-How many rows a mask takes is known when it runs: these plans mark their results themselves.
+How many rows a mask takes is known when it runs: such plans mark their results themselves.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
+from ..dtensors import is_distributed
+from ..indexed import part_of_index, rows_of
 from ..moving import moved
 from ..part import Part, Parts, mark, part_of, whole_shape
-from ..sums import sum_over_ranks
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 def index_of_rows(index: Any) -> tuple[int, Tensor] | None:
-    """Return the dim that an index of one dim is for, if all before it are taken whole; and the index."""
+    """Return the dim that one tensor of ints, or a mask of one dim, is for, if all before are taken whole.
+
+    And that tensor.
+    """
     entries = index if isinstance(index, tuple) else (index,)
-    if not entries or not isinstance(entries[-1], Tensor) or entries[-1].dim() != 1:
+    if not entries or not isinstance(entries[-1], Tensor):
+        return None
+    if not entries[-1].dim() or (entries[-1].dim() > 1 and entries[-1].dtype in _MASKS):
         return None
     if any(not isinstance(entry, slice) or entry != slice(None) for entry in entries[:-1]):
         return None
@@ -28,35 +36,43 @@ def index_of_rows(index: Any) -> tuple[int, Tensor] | None:
 
 
 def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
-    """Take rows: each rank its part of them."""
-    parts, part = call.parts, call.part
+    """Take rows: each rank those of its part of the index."""
+    parts, part, of_index = call.parts, call.part, part_of(index)
     if part is not None and part.dim != dim:
-        return _of_other_dim(call, part, index)
+        return _of_other_dim(call, part, dim, index)
+    if part is None and of_index is not None and index.dtype not in _MASKS:
+        return Plan(of_index.at(dim + of_index.dim))
     name, function, at = call.name, call.function, 1 if call.name == "__getitem__" else 2
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = FunctionCall(parts, name, function, args, kwargs)
-        x, index = parts.gather(given.input), given.get(at, "index")
+        x, index = given.input, given.get(at, "index")
         index = _places(parts, index[-1] if isinstance(index, tuple) else index)
-        if index.size(0) < parts.world:
-            return _taken(name, x, dim, index)
-        taken = parts.part(dim, (index.size(0),))
-        own: Tensor = mark(_taken(name, x, dim, parts.shard(index, taken.at(0))), taken)
-        return own
+        along = max(range(index.dim()), key=lambda d: index.size(d))
+        if index.size(along) < parts.world or is_distributed(x):
+            return _taken(name, parts.gather(x), dim, index)
+        if part is None:
+            of_index = parts.part(along, (index.size(along),))
+            own = _taken(name, x, dim, parts.shard(index, of_index))
+        else:
+            of_index = part_of_index(part, index, along)
+            rows = rows_of(part, index, of_index, wraps=name == "__getitem__")
+            own = _taken(name, rows.table(x), dim, rows.local)
+        return mark(own, of_index.at(dim + along))
 
     return Plan(run=run)
 
 
-def _of_other_dim(call: FunctionCall, part: Part, index: Tensor) -> Plan:
+def _of_other_dim(call: FunctionCall, part: Part, dim: int, index: Tensor) -> Plan:
     """Take from each rank's tokens what a whole index says; it may be a mask, whose size says nothing."""
-    function = call.function
-    moves = moves_to(call, [(index, None)])
-    return Plan(moves=moves, run=lambda *args, **kwargs: mark(function(*args, **kwargs), part))
+    function, moves = call.function, moves_to(call, [(index, None)])
+    result = part.at(part.dim + (index.dim() - 1 if dim < part.dim else 0))
+    return Plan(moves=moves, run=lambda *args, **kwargs: mark(function(*args, **kwargs), result))
 
 
 def _places(parts: Parts, index: Tensor) -> Tensor:
     whole = parts.gather(index)
-    return whole.nonzero().squeeze(1) if whole.dtype in (torch.bool, torch.uint8) else whole
+    return whole.nonzero().squeeze(1) if whole.dtype in _MASKS else whole
 
 
 def _taken(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -70,17 +86,53 @@ def index_select(call: FunctionCall) -> Plan | None:
     return rows(call, dim, index) if index.dim() == 1 else None
 
 
+@rule("gather")
+def gather(call: FunctionCall) -> Plan | None:
+    """Take items of each column by an index of its own: each rank those of its part of the index."""
+    x, index = call.input, call.get(2, "index")
+    (dim,) = call.dims(x, call.get(1, "dim"))
+    if len(call.args) + len(call.kwargs) > 3 or x.dim() != index.dim() or is_distributed(x):
+        return None
+    shape, parts, part = whole_shape(index), call.parts, part_of(x) or part_of(index)
+    assert part is not None
+    if part.dim != dim:
+        if part_of(index) not in (None, part) or shape[part.dim] != whole_shape(x)[part.dim]:
+            return None
+        return Plan(part, moves_to(call, [(x, part), (index, part)]))
+    if part_of(x) is None:
+        return Plan(part)
+    if shape[dim] < parts.world:
+        return None
+    of_index, name, function = parts.part(dim, (shape[dim],)), call.name, call.function
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        given = FunctionCall(parts, name, function, args, kwargs)
+        rows = rows_of(part, one_of_equal(parts.gather(given.get(2, "index")), dim), of_index)
+        sizes = [of_index.local if d == dim else size for d, size in enumerate(shape)]
+        return rows.table(given.input).gather(dim, rows.local.expand(sizes))
+
+    return Plan(of_index, run=run)
+
+
+def one_of_equal(index: Tensor, dim: int) -> Tensor:
+    """Return an index that is of size 1 in the other dims along which it was expanded."""
+    for d in range(index.dim()):
+        if d != dim and index.stride(d) == 0 and index.size(d):
+            index = index.narrow(d, 0, 1)
+    return index
+
+
 def set_rows(call: FunctionCall) -> Plan | None:
     """Change the rows of a mask: each rank those of its part."""
     part, found = call.part, index_of_rows(call.args[1])
-    if part is None or found is None or found[0] != 0 or part.dim != 0:
+    if part is None or found is None or found[0] != 0 or part.dim != 0 or found[1].dim() != 1:
         return None
     parts = part.parts
 
     def run(x: Tensor, index: Any, value: Any) -> None:
         index = parts.gather(index[-1] if isinstance(index, tuple) else index)
         value = parts.gather(value) if isinstance(value, Tensor) else value
-        if index.dtype not in (torch.bool, torch.uint8):
+        if index.dtype not in _MASKS:
             whole = parts.gather(x).clone()
             whole[index] = value
             x.copy_(parts.shard(whole, part))
@@ -91,53 +143,6 @@ def set_rows(call: FunctionCall) -> Plan | None:
         x[own] = value
 
     return Plan(run=run)
-
-
-@rule("scatter_add scatter_add_ index_add index_add_ scatter_reduce_ scatter_reduce")
-def added(call: FunctionCall) -> Plan | None:
-    """Add each rank's rows to zeros, and the sum over the ranks to what is changed."""
-    x, index, source = call.input, call.get(2, "index"), call.get(3, "src", "source")
-    reduces = call.name.startswith("scatter_reduce")
-    if len(call.tensors) != 3 or (reduces and call.get(4, "reduce") != "sum"):
-        return None
-    if len(call.args) + len(call.kwargs) > (5 if reduces else 4) or whole_shape(source) != _shape(
-        call, index
-    ):
-        return None
-    (dim,) = call.dims(x, call.get(1, "dim"))
-    part, of_source = part_of(x), part_of(source)
-    if of_source is None or of_source.dim != dim or (part is not None and part.dim != dim):
-        return None
-    shape, at = whole_shape(x), 0 if index.dim() == 1 else dim
-    is_inplace, parts, name, function = call.is_inplace, call.parts, call.name, call.function
-    method = "index_add" if call.name.startswith("index_add") else "scatter_add"
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        given = FunctionCall(parts, name, function, args, kwargs)
-        x: Tensor = given.input
-        index, source = given.get(2, "index"), given.get(3, "src", "source")
-        own = _part(parts, index, of_source.at(at))
-        total = getattr(x.new_zeros(shape), method)(dim, own, source)
-        total = sum_over_ranks(parts, total) if part is None else reduced(total, part)
-        return x.add_(total) if is_inplace else x + total
-
-    return Plan(part, run=run)
-
-
-def _shape(call: FunctionCall, index: Tensor) -> list[int]:
-    """Return the shape that the source of an index has."""
-    source = whole_shape(call.get(3, "src", "source"))
-    if index.dim() > 1:
-        return whole_shape(index)
-    (dim,) = call.dims(call.input, call.get(1, "dim"))
-    return [*source[:dim], *whole_shape(index), *source[dim + 1 :]]
-
-
-def _part(parts: Parts, x: Tensor, part: Part) -> Tensor:
-    own = part_of(x)
-    if own is part:
-        return x
-    return parts.shard(parts.gather(x), part)
 
 
 def reduced(x: Tensor, part: Part) -> Tensor:
