@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -27,9 +25,7 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
         return in_other_dim(x, part)
     if is_distributed(x):
         return part.parts.shard(part.parts.gather(x).narrow(own.dim, start, part.whole), part)
-    plan = _plan(
-        own, (part, start), lambda rank: [(start + run.start, run.size) for run in runs_of(part, rank)]
-    )
+    plan = _plan(own, part, start)
     if plan is None:
         return mark(x.clone(memory_format=torch.preserve_format), part)
     with Arguments("a sharded model", x, part.parts.group) as call:
@@ -57,34 +53,16 @@ def in_other_dim(x: Tensor, part: Part, last: int = -1) -> Tensor:
     return mark(in_order_of(out, x), part)
 
 
-def fetched(x: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows start to before stop of the whole of x, all of them on each rank."""
-    part = part_of(x)
-    assert part is not None
-    if is_distributed(x):
-        return part.parts.gather(x).narrow(part.dim, start, stop - start)
-    plan = _plan(part, (start, stop), lambda _: [(start, stop - start)])
-    if plan is None:
-        return x
-    with Arguments("a sharded model", x, part.parts.group) as call:
-        out = gather_pieces(call, plan, [x], part.dim, f"rows {start} to {stop}")[0]
-    return in_order_of(out, x)
-
-
-def _plan(
-    own: Part, key: tuple[Part | int, int], wanted: Callable[[int], list[tuple[int, int]]]
-) -> GatherPlan | None:
-    """Return how ranks exchange their rows; None if each holds those that it wants.
-
-    wanted: by a rank, where its pieces begin and how many rows they are. key: what says the same.
-    """
-    known, parts = own.parts.moves, own.parts
-    if (own, key) not in known:
-        held = [runs_of(own, rank) for rank in range(parts.world)]
-        pieces = [wanted(rank) for rank in range(parts.world)]
+def _plan(own: Part, wanted: Part, start: int) -> GatherPlan | None:
+    """Return how ranks exchange their rows; None if each holds those that it wants."""
+    known, key = own.parts.moves, (own, wanted, start)
+    if key not in known:
+        ranks = range(own.parts.world)
+        held = [runs_of(own, rank) for rank in ranks]
+        pieces = [[(start + run.start, run.size) for run in runs_of(wanted, rank)] for rank in ranks]
         is_there = pieces == [[(run.start, run.size) for run in each] for each in held]
-        known[own, key] = None if is_there else plan_pieces(held, pieces, parts.rank)
-    return known[own, key]
+        known[key] = None if is_there else plan_pieces(held, pieces, own.parts.rank)
+    return known[key]
 
 
 def runs_of(part: Part, rank: int) -> list[Piece]:

@@ -257,7 +257,7 @@ class Parts:
         # As long as tensors and plans have them: lengths may differ in each forward.
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
-        self.moves: dict[tuple[Part, tuple[Part | int, int]], GatherPlan | None] = {}  # the plans of `moving`
+        self.moves: dict[tuple[Part, Part, int], GatherPlan | None] = {}  # the plans of `moved`
         self.indexes: dict[tuple[object, ...], Any] = {}  # of this forward: what `rows_of` has found
 
     def __deepcopy__(self, memo: object) -> Parts:

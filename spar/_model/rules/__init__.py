@@ -18,4 +18,5 @@ from . import (  # noqa: F401
     shapes,
     spatial,
     spatial_norms,
+    unfolding,
 )

@@ -13,9 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
-from ..moving import cut, fetched, within
+from ..dtensors import is_distributed
+from ..moving import cut, within
 from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
+from .windows import format_of, listed
 
 
 @part_rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind", uneven=True)
@@ -35,10 +37,10 @@ def split(call: FunctionCall, part: Part) -> Plan | None:
         return Plan(tuple(local), run=lambda x, *_, **__: x.split(counts, dim))
     cuts, at = [], 0
     for size in sizes:
-        found = _between(part, at, at + size)
-        if found is None or found[0] is None:
+        taken = _taken(x, part, range(at, at + size))
+        if taken is None:
             return None
-        cuts.append(found)
+        cuts.append(taken)
         at += size
     return Plan(
         tuple([piece for piece, _ in cuts]),
@@ -73,17 +75,17 @@ def _inside(part: Part, start: int, stop: int) -> int | None:
     return None
 
 
-def _between(part: Part, start: int, stop: int) -> tuple[Part | None, Callable[[Tensor], Tensor]] | None:
-    """Return the part of rows start to before stop, and what takes it: fewer rows than ranks are whole."""
-    dim, found = part.dim, part.between(start, stop) if part.is_plain else None
-    if found is not None:
-        begin, size, piece = _cut(part, *found)
-        return piece, lambda x: x.narrow(dim, begin, size)
-    if not 0 <= start <= stop <= part.whole:
-        return None
-    if stop - start < part.parts.world:
-        return None, lambda x: fetched(x, start, stop)
-    return (within(part, start, stop), lambda x: cut(x, start, stop)) if part.is_plain else None
+def _taken(x: Tensor, part: Part, rows: range) -> tuple[Part | None, Callable[[Tensor], Tensor]] | None:
+    """Return the part of listed rows, and what takes them; fewer rows than ranks are on each rank."""
+    dim, first, stop = part.dim, rows.start, rows.stop
+    if part.is_plain and rows.step == 1 and len(rows):
+        found = part.between(first, stop)
+        if found is not None:
+            begin, size, piece = _cut(part, *found)
+            return piece, lambda x: x.narrow(dim, begin, size)
+        if len(rows) >= part.parts.world:
+            return within(part, first, stop), lambda x: cut(x, first, stop)
+    return None if is_distributed(x) else listed(part, [rows])
 
 
 def _sizes(call: FunctionCall, whole: int) -> list[int] | None:
@@ -112,26 +114,34 @@ def narrow(call: FunctionCall, part: Part) -> Plan | None:
     start, length = call.get(2, "start"), call.get(3, "length")
     if dim != part.dim:
         return Plan(part)
-    found = _between(part, start, start + length) if are_ints((start, length)) else None
-    if found is None:
+    if not are_ints((start, length)) or not -part.whole <= start <= part.whole - length or length < 0:
         return None
-    piece, take = found
+    start += part.whole * (start < 0)
+    taken = _taken(call.input, part, range(start, start + length))
+    if taken is None:
+        return None
+    piece, take = taken
     return Plan(piece, run=lambda x, *_, **__: take(x))
 
 
 @part_rule("select", uneven=True)
 def select(call: FunctionCall, part: Part) -> Plan | None:
-    (dim,), index = call.dims(call.input, call.get(1, "dim")), call.get(2, "index")
+    (dim,) = call.dims(call.input, call.get(1, "dim"))
     if dim != part.dim:
         return Plan(part.at(part.dim - (dim < part.dim)))
-    at = _place(part, index) if are_ints((index,)) else None
-    return None if at is None else Plan(run=lambda x, *_, **__: fetched(x, at, at + 1).select(dim, 0))
+    row = _row(part, call.get(2, "index"))
+    taken = None if row is None else _taken(call.input, part, row)
+    if taken is None:
+        return None
+    _, take = taken
+    return Plan(run=lambda x, *_, **__: take(x).select(dim, 0))
 
 
-def _place(part: Part, index: int) -> int | None:
-    """Return a row's place in the whole, from 0; None if there is no such row."""
-    at = int(index) + part.whole * (index < 0)
-    return at if 0 <= at < part.whole else None
+def _row(part: Part, index: Any) -> range | None:
+    """Return the row of an index, which may count from the last; None if there is none."""
+    if not isinstance(index, Integral) or not -part.whole <= int(index) < part.whole:
+        return None
+    return range(int(index) % part.whole, int(index) % part.whole + 1)
 
 
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
@@ -211,11 +221,11 @@ def getitem(call: FunctionCall) -> Plan | None:
     if part is None:
         return None
     found = indexed(x, part, call.args[1])
-    return _cut_and_indexed(call, part) if found is None else Plan(found[1], replaced=((1, found[0]),))
+    return _taken_and_indexed(call, part) if found is None else Plan(found[1], replaced=((1, found[0]),))
 
 
-def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
-    """Index what a slice inside of a sequence takes, or what one of its rows is."""
+def _taken_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
+    """Index the rows that a slice or a number takes of a sequence."""
     index, x = call.args[1], call.input
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(map(_is_basic, entries)):
@@ -223,20 +233,19 @@ def _cut_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     entries[at : at + 1] = [slice(None)] * (x.dim() - used)
-    dims = [i for i, entry in enumerate(entries) if entry is not None]
-    if len(dims) != x.dim():
-        return None
-    entry, at = entries[dims[part.dim]], dims[part.dim]
-    if not isinstance(entry, slice):
-        place, entries[at] = _place(part, entry), 0
-        rest = tuple(entries)
-        return None if place is None else Plan(run=lambda x, _: fetched(x, place, place + 1)[rest])
-    start, stop, step = entry.indices(part.whole)
-    taken, entries[at] = _between(part, start, stop) if step == 1 else None, slice(None)
+    at = [i for i, entry in enumerate(entries) if entry is not None][part.dim]
+    entry = entries[at]
+    rows = range(part.whole)[entry] if isinstance(entry, slice) else _row(part, entry)
+    if rows is None or rows.step < 1:
+        return None  # torch's own error
+    taken = _taken(x, part, rows)
     if taken is None:
         return None
     piece, take = taken
-    found = (tuple(entries), None) if piece is None else indexed(x, piece, tuple(entries))
+    entries[at] = slice(None) if isinstance(entry, slice) else 0
+    if piece is None:
+        return Plan(run=lambda x, _: take(x)[tuple(entries)])
+    found = indexed(x, piece, tuple(entries))
     return None if found is None else Plan(found[1], run=lambda x, _: take(x)[found[0]])
 
 
@@ -318,14 +327,40 @@ def _joined(call: FunctionCall, tensors: list[Tensor], dim: int) -> int | None:
     return call.parts.length(total)
 
 
-@part_rule("roll")
+@part_rule("roll", uneven=True)
 def roll(call: FunctionCall, part: Part) -> Plan | None:
-    dim = call.get(2, "dims")
-    if dim is None or dim == () or part.dim in call.dims(call.input, dim):
+    """Exchange the rows that go to other ranks."""
+    x, shifts, dims = call.input, call.get(1, "shifts"), call.get(2, "dims")
+    if dims is None or dims == ():
         return None
-    return Plan(part)
+    dims = call.dims(x, dims)
+    shifts = list(shifts) if isinstance(shifts, (list, tuple)) else [shifts]
+    if not are_ints(shifts) or len(shifts) != len(dims):
+        return None
+    if part.dim not in dims or not part.whole:
+        return Plan(part)
+    if is_distributed(x):
+        return None
+    by = dict.fromkeys(dims, 0)
+    for shift, dim in zip(shifts, dims, strict=True):
+        by[dim] += shift
+    first = -by.pop(part.dim) % part.whole
+    _, take = listed(part, [range(first, part.whole), range(first)], part)
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        out = take(x).contiguous(memory_format=format_of(x))
+        return out.roll([*by.values()], [*by]) if by else out
+
+    return Plan(part, run=run)
 
 
-@part_rule("flip")
+@part_rule("flip", uneven=True)
 def flip(call: FunctionCall, part: Part) -> Plan | None:
-    return None if part.dim in call.dims(call.input, call.sizes(1, "dims")) else Plan(part)
+    """Exchange the rows of mirrored places."""
+    dims = call.dims(call.input, call.sizes(1, "dims"))
+    if part.dim not in dims:
+        return Plan(part)
+    if is_distributed(call.input):
+        return None
+    _, take = listed(part, [range(part.whole)[::-1]], part)
+    return Plan(part, run=lambda x, *_, **__: take(x).flip([dim for dim in dims if dim != part.dim]))

@@ -55,14 +55,24 @@ def pool(call: FunctionCall, part: Part) -> Plan | None:
     count = (part.whole + 2 * side - span + (step - 1) * ceil) // step + 1
     if ceil and (count - 1) * step >= part.whole + side:
         count -= 1  # a window of padding alone
-    is_cut = (count - 1) * step + span > part.whole + 2 * side
-    if not is_max and (is_cut or (side and not with_zeros)):
-        return None  # windows at the ends have another divisor
     found = windowed(part, count, lambda a, b: (a * step - side, (b - 1) * step - side + span))
     if found is None:
         return None
     (result, take), sides[axis] = found, 0
-    return Plan(result, run=lambda x, *_, **__: pooled(take(x, _lowest(x) if is_max else 0.0)))
+    if is_max:
+        return Plan(result, run=lambda x, *_, **__: pooled(take(x, _lowest(x))))
+    start, zeros = sum(result.sizes[: part.parts.rank]), side if with_zeros else 0
+    ends = [(i * step - side, i * step - side + span) for i in range(start, start + result.local)]
+    counts = [min(end, part.whole + zeros) - max(begin, -zeros) for begin, end in ends]
+    scale = [span / n for n in counts] if divisor is None and counts != [span] * len(ends) else None
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        out = pooled(take(x))
+        if scale is None:
+            return out
+        return out * out.new_tensor(scale).view([-1 if i == dim else 1 for i in range(out.dim())])
+
+    return Plan(result, run=run)
 
 
 def _lowest(x: Tensor) -> float:

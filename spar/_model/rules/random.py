@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, part_rule
 from ..part import Part, memory_order, whole_shape
+from .windows import on_rows
 
 
 def draws(call: FunctionCall) -> bool:
@@ -49,6 +50,15 @@ def dropout(call: FunctionCall, part: Part) -> Plan | None:
         return input.mul_(kept) if is_inplace else input * kept
 
     return Plan(part, run=run)
+
+
+@part_rule("feature_dropout")
+def feature_dropout(call: FunctionCall, part: Part) -> Plan | None:
+    """Drop channels [N, C, ...] of all rows: the same numbers are drawn for any rows."""
+    function, dim = call.function, part.dim
+    if dim < 2:
+        return None
+    return Plan(part, run=lambda x, *rest: on_rows(lambda x: function(x, *rest), x, dim))
 
 
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:

@@ -25,12 +25,13 @@ _BY_DIM: dict[tuple[int, Any], str] = {
     """,
     (1, -1): "glu sort argsort",
     (2, None): "norm linalg_norm linalg_vector_norm",
-    (2, -1): "topk",
+    (2, -1): "topk fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
+    (2, (-2, -1)): "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2",
     (2, 1): "normalize",
 }
 _ALONG = {name: place for place, names in _BY_DIM.items() for name in names.split()}
 _SAME_SIZE = "softmax log_softmax softmin cumsum cumprod glu sort argsort topk normalize"
-_KEEP_SIZE = frozenset(_SAME_SIZE.split())
+_KEEP_SIZE = frozenset([*_SAME_SIZE.split(), *(name for name in _ALONG if name.startswith("fft_"))])
 _SUMS = frozenset({"sum", "mean"})
 _VARIANCES = frozenset({"var", "std", "var_mean", "std_mean"})
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
-from ..part import Part, mark, whole_shape
+from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
+from ..part import Part, mark, part_of, whole_shape
 from .pools import fewer
 from .windows import along, each, format_of, on_rows, windowed
 
@@ -108,6 +108,27 @@ def _places(
             values = each(given[name], x.dim() - 2)
             along_axis[name] = [value if i == axis else type(value)(1) for i, value in enumerate(values)]
     return function(ramp, **{**given, **along_axis}).flatten().cpu()
+
+
+@part_rule("channel_shuffle")
+def channels(call: FunctionCall, part: Part) -> Plan | None:
+    return Plan(part) if part.dim != 1 else None
+
+
+@rule("grid_sampler")
+def sample(call: FunctionCall) -> Plan | None:
+    """Sample a whole image [N, C, H, W] at a part of the points [N, H, W, 2], which may be anywhere in it."""
+    image, points = call.input, call.get(1, "grid")
+    part, function = part_of(points), call.function
+    if part is None or not 0 < part.dim < points.dim() - 1:
+        part = call.parts.part(1, (whole_shape(points)[1],))
+        if part.whole < call.parts.world:
+            return None
+
+    def run(image: Tensor, points: Tensor, *options: Any) -> Tensor:
+        return on_rows(lambda points: function(image, points, *options), points, part.dim, 1, part.dim + 1)
+
+    return Plan(part.at(part.dim + 1), moves_to(call, [(image, None), (points, part)]), run=run)
 
 
 @part_rule("pixel_shuffle pixel_unshuffle")

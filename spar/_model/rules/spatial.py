@@ -14,7 +14,7 @@ from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..part import Part, in_order_of
 from ..report import multiply_adds
 from .products import shared
-from .windows import along, each, on_rows, one_run, windowed
+from .windows import along, each, format_of, listed, on_rows, one_run, reaching, windowed
 
 
 class _Window(NamedTuple):
@@ -203,8 +203,7 @@ def transposed(call: FunctionCall, part: Part) -> Plan | None:
     span = dilation * (weight.size(axis + 2) - 1) + 1
 
     def reach(start: int, stop: int) -> tuple[int, int]:
-        first = min((start + padding) // stride, -((span - 1 - start - padding) // stride))
-        return first, (stop - 1 + padding) // stride + 1 + (span < stride)
+        return reaching(start, stop, span, stride, padding)
 
     found = windowed(part, (part.whole - 1) * stride - 2 * padding + span + more, reach)
     if found is None:
@@ -253,7 +252,7 @@ def _around(x: Tensor, before: int, after: int) -> Tensor | None:
 def pad(call: FunctionCall, part: Part) -> Plan | None:
     """Pad other dims, or rows of channels [N, C, ...]: the first rank and the last with rows pad theirs.
 
-    Other padded sequences are whole: models cut them at fixed strides, which no part has.
+    Other padded sequences are laid out anew: models cut them at fixed strides, which no padded part has.
     """
     x = call.input
     padding, mode = list(call.get(1, "pad", default=())), call.get(2, "mode", default="constant")
@@ -262,15 +261,13 @@ def pad(call: FunctionCall, part: Part) -> Plan | None:
     at = 2 * (x.dim() - 1 - part.dim)
     before, after = padding[at : at + 2] or (0, 0)
     if before or after:
-        if part.dim < 2:
-            return None
         in_run = one_run(part) if part.rows is None else part
-        if in_run is None or min(before, after) < 0 or not in_run.tokens:
-            return None
-        part = in_run
+        if part.dim < 2 or in_run is None or min(before, after) < 0 or not in_run.tokens:
+            return _with_listed_rows(call, part, padding, None)
         least = {"constant": 0, "replicate": 1, "reflect": max(before, after) + 1}.get(mode)
-        if least is None or min(part.sizes[0], part.sizes[part.last]) < least:
-            return None
+        if least is None or min(in_run.sizes[0], in_run.sizes[in_run.last]) < least:
+            return _with_listed_rows(call, part, padding, in_run.padded(before, after))
+        part = in_run
     rank, function, dim = part.parts.rank, call.function, part.dim
     of_rank = (0 if rank else before), (after if rank == part.last else 0)
     halo = _halo_of_padding(part, before, after)
@@ -282,6 +279,36 @@ def pad(call: FunctionCall, part: Part) -> Plan | None:
         return out if halo is None else halo(out)
 
     return Plan(part.padded(before, after), moves_to(call, [(x, part)]), run=run)
+
+
+def _with_listed_rows(call: FunctionCall, part: Part, padding: list[int], result: Part | None) -> Plan | None:
+    """Gather the rows that padding repeats; below 0 it drops some. result: where the rows are to lie."""
+    function, dim, size, at = call.function, part.dim, part.whole, 2 * (call.input.dim() - 1 - part.dim)
+    before, after = padding[at : at + 2]
+    rest = [0 if i in (at, at + 1) else side for i, side in enumerate(padding)]
+    mode = call.get(2, "mode", default="constant")
+    rows = range(max(0, -before), size - max(0, -after))
+    front, back = max(0, before), max(0, after)
+    around = {
+        "constant": ([range(-front, 0)], [range(size, size + back)]),
+        "replicate": ([range(1)] * front, [range(size - 1, size)] * back),
+        "reflect": ([range(front, 0, -1)], [range(size - 2, size - 2 - back, -1)]),
+        "circular": ([range(size - front, size)], [range(back)]),
+    }
+    most = {"reflect": size - 1, "circular": size}.get(mode, front + back)
+    if mode not in around or not rows or max(front, back) > most:
+        return None  # torch's own error
+    part_of_result, take = listed(part, [*around[mode][0], rows, *around[mode][1]], result)
+
+    def run(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:
+        out = take(input, value or 0.0)
+        if any(rest):
+            return on_rows(lambda x: function(x, rest, mode, value), out, dim)
+        if mode == "circular":
+            return out.contiguous()
+        return out.contiguous(memory_format=format_of(input)) if front or back else out
+
+    return Plan(part_of_result, run=run)
 
 
 def _halo_of_padding(part: Part, before: int, after: int) -> Callable[[Tensor], Tensor] | None:

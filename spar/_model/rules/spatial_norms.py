@@ -42,22 +42,27 @@ def instance_norm(call: FunctionCall, part: Part) -> Plan | None:
     # torch.instance_norm has its arguments in another order.
     if part.dim == 1 or call.has_later_part or call.function is not F.instance_norm:
         return None
-    if call.get(1, "running_mean") is not None or not call.get(5, "use_input_stats", default=True):
-        return None
+    if not call.get(5, "use_input_stats", default=True):
+        return Plan(part)
     if part.dim == 0:
-        return _of_samples(call, part)
+        return None if call.get(1, "running_mean") is not None else _of_samples(call, part)
+    count = prod(whole_shape(call.input)[2:])
+    if count < 2:
+        return None  # torch's own error
 
     def run(
         input: Tensor,
-        running_mean: None = None,
-        running_var: None = None,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         use_input_stats: bool = True,
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        return _of_groups(part, input, input.size(1), weight, bias, eps).contiguous()
+        found = moments(part, input, range(2, input.dim()))
+        _follow(running_mean, running_var, found.mean(1), count, momentum)
+        return _normalized(input, found[0], found[1], weight, bias, eps).contiguous()
 
     return Plan(part, run=run)
 
@@ -80,17 +85,23 @@ def batch_norm(call: FunctionCall, part: Part) -> Plan | None:
         given = dict(zip(names, args, strict=False)) | kwargs
         momentum, eps = given.get("momentum", 0.1), given.get("eps", 1e-5)
         found = moments(part, input, [dim for dim in range(input.dim()) if dim != 1])
-        with torch.no_grad():
-            for name, value in (("running_mean", found[0]), ("running_var", corrected(found[1], count, 1))):
-                # torch's kernels do not change the version either.
-                if given.get(name) is not None:
-                    given[name].data.lerp_(value.to(given[name].dtype), momentum)
+        _follow(given.get("running_mean"), given.get("running_var"), found, count, momentum)
         weight, bias = given.get("weight"), given.get("bias")
         return _normalized(input, found[0, None], found[1, None], weight, bias, eps).contiguous(
             memory_format=format_of(input)
         )
 
     return Plan(part, run=run)
+
+
+def _follow(mean: Tensor | None, var: Tensor | None, found: Tensor, count: int, momentum: float) -> None:
+    """Move running moments towards those of all rows, of which there are so many."""
+    with torch.no_grad():
+        for running, value in ((mean, found[0]), (var, corrected(found[1], count, 1))):
+            if running is not None:
+                running.data.lerp_(
+                    value.to(running.dtype), momentum
+                )  # torch's kernels leave the version, too
 
 
 _FUNCTIONAL = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._exchange.arguments import Arguments
-from ..._exchange.gather_plan import plan_pieces, within
+from ..._exchange.gather_plan import ZEROS, plan_pieces, within
 from ..._exchange.gathering import gather_pieces
 from ..moving import runs_of
 from ..part import Part, in_order_of
@@ -31,7 +31,13 @@ def each(value: Any, axes: int) -> list[Any]:
     return [along(value, axis) for axis in range(axes)]
 
 
-def on_rows(function: Callable[[Tensor], Tensor], x: Tensor, dim: int, least: int = 1) -> Tensor:
+def on_rows(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    least: int = 1,
+    dim_of_result: int | None = None,
+) -> Tensor:
     """Run a function that needs rows; on a rank without any it runs on zeros, and its result is dropped.
 
     An empty result that is derived from all that others' are lets the rank take part in backward's exchanges.
@@ -39,7 +45,14 @@ def on_rows(function: Callable[[Tensor], Tensor], x: Tensor, dim: int, least: in
     if x.size(dim):
         return function(x)
     shape = [*x.shape[:dim], least, *x.shape[dim + 1 :]]
-    return function(torch.cat([x, x.new_zeros(shape)], dim)).narrow(dim, 0, 0)
+    out = function(torch.cat([x, x.new_zeros(shape)], dim))
+    return out.narrow(dim if dim_of_result is None else dim_of_result, 0, 0)
+
+
+def reaching(start: int, stop: int, span: int, step: int, padding: int) -> tuple[int, int]:
+    """Return which windows, `step` rows apart, may reach rows from start to before stop: at least one."""
+    first = min((start + padding) // step, -((span - 1 - start - padding) // step))
+    return first, (stop - 1 + padding) // step + 1 + (span < step)
 
 
 def one_run(part: Part, unit: int = 1) -> Part | None:
@@ -59,20 +72,79 @@ def windowed(part: Part, count: int, reach: Reach) -> tuple[Part, Take] | None:
     """
     if count < 2 or not part.tokens or not part.parts.is_in_order:
         return None
-    parts, dim, result = part.parts, part.dim, part.parts.part(part.dim, (count,))
+    result = part.parts.part(part.dim, (count,))
     wanted: list[list[tuple[int, int]]] = []
     start = 0
     for size in result.sizes:
         first, last = reach(start, start + size) if size else (0, 0)
         wanted.append(within(first, last - first, 0, part.whole))
         start += size
-    plan = plan_pieces([runs_of(part, rank) for rank in range(parts.world)], wanted, parts.rank)
+    return result, _taking(part, wanted, f"windows of {count} rows")
+
+
+def listed(part: Part, runs: Sequence[range], result: Part | None = None) -> tuple[Part | None, Take]:
+    """Return the part of a result of listed rows, and what gathers those of this rank, as `windowed` does.
+
+    runs: rows of the whole, in the order of the result; those beyond its ends have the value `fill`.
+    result: where the rows are to lie; by default as sequences do, or on every rank if they are fewer than
+        ranks: then the part is None.
+    """
+    parts, dim, count = part.parts, part.dim, sum(map(len, runs))
+    if result is None and count >= parts.world:
+        result = parts.part(dim, (count,))
+    found: list[list[range]] = []
+    for rank in range(parts.world):
+        places = [(0, count)] if result is None else [(at.start, at.size) for at in runs_of(result, rank)]
+        found.append([run for start, size in places for run in _sliced(runs, start, size)])
+    wanted = [
+        [piece for run in of_rank for piece in within(min(run), max(run) + 1 - min(run), 0, part.whole)]
+        for of_rank in found
+    ]
+    gathered = _taking(part, wanted, f"{count} listed rows")
+    own, at = list[range](), 0  # where these are in what is gathered
+    for run in found[parts.rank]:
+        own.append(range(at + run.start - min(run), at + run[-1] - min(run) + run.step, run.step))
+        at += max(run) + 1 - min(run)
 
     def take(x: Tensor, fill: float = 0.0) -> Tensor:
-        with Arguments("a sharded model", x, parts.group) as call:
-            return in_order_of(gather_pieces(call, plan, [x], dim, f"windows of {count} rows", fill)[0], x)
+        y = gathered(x, fill)
+        if all(run.step == 1 for run in own):
+            return y
+        if len(own) == 1 and own[0].step > 0:
+            return y[(slice(None),) * dim + (slice(own[0].start, own[0].stop, own[0].step),)]
+        places = [torch.arange(run.start, run.stop, run.step, device=x.device) for run in own]
+        return in_order_of(y.index_select(dim, torch.cat(places)), x)
 
     return result, take
+
+
+def _sliced(runs: Sequence[range], start: int, size: int) -> list[range]:
+    """Return what lies at some places of runs, one behind the other."""
+    found, at = [], 0
+    for run in runs:
+        found.append(run[max(start - at, 0) : max(start + size - at, 0)])
+        at += len(run)
+    return [run for run in found if len(run)]
+
+
+def _taking(part: Part, wanted: list[list[tuple[int, int]]], note: str) -> Take:
+    """Return what gathers the intervals that each rank wants."""
+    parts, dim = part.parts, part.dim
+    held = [runs_of(part, rank) for rank in range(parts.world)]
+    plan = plan_pieces(held, wanted, parts.rank)
+    pieces = [[start for start, size in of_rank if size] for of_rank in wanted]
+    is_there = not any(plan.sizes) and all(
+        len(runs) < 2 and len(starts) < 2 and ZEROS not in starts
+        for runs, starts in zip(held, pieces, strict=True)
+    )
+
+    def take(x: Tensor, fill: float = 0.0) -> Tensor:
+        if is_there:  # a view on each rank
+            return x.narrow(dim, *(plan.order or ((0, 0),))[0])
+        with Arguments("a sharded model", x, parts.group) as call:
+            return in_order_of(gather_pieces(call, plan, [x], dim, note, fill)[0], x)
+
+    return take
 
 
 def format_of(x: Tensor) -> torch.memory_format:
