@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of images and videos as a sequence: of which rows each rank has its part."""
+"""The rows of images and videos as a sequence, or their columns: of which each rank has its part."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .part import Part, Parts, part_of
+from .part import Part, Parts, evenest, part_of
 from .view import View
 
 _CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.Conv3d)
+_STRIDED = (*_CONVOLUTIONS, torch.nn.MaxPool2d, torch.nn.MaxPool3d, torch.nn.AvgPool2d, torch.nn.AvgPool3d)
 
 
 def shard_rows(view: View, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Shard the rows of the largest of a model's images, and of those that are as high; None without images.
 
-    Called outside of the view. Lists of tensors stay, as models keep in them what the next call needs.
+    Its columns, if these lie more evenly on the ranks. Called outside of the view. Lists of tensors stay, as
+    models keep in them what the next call needs.
     """
     images = [x for x in (*args, *kwargs.values()) if _is_image(x)]
     if not images:
         return None
     main = max(images, key=Tensor.numel)
-    part = _rows_of(view.parts, main, model)
+    part = _part_of_image(view.parts, main, model)
     if part is None:
         return args, kwargs
+    behind = main.dim() - part.dim
 
     def sharded(x: Any) -> Any:
-        if not _is_image(x) or x.size(-2) != main.size(-2):
+        if not _is_image(x) or x.size(-behind) != part.whole:
             return x
-        return view.shard(x, part.at(x.dim() - 2))
+        return view.shard(x, part.at(x.dim() - behind))
 
     return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
 
@@ -41,23 +44,31 @@ def _is_image(x: Any) -> bool:
     return is_whole and x.dim() in (4, 5) and x.is_floating_point()
 
 
-def _rows_of(parts: Parts, x: Tensor, model: torch.nn.Module) -> Part | None:
+def _part_of_image(parts: Parts, x: Tensor, model: torch.nn.Module) -> Part | None:
     """Return the part of rows of images [N, C, H, W] or videos [N, C, T, H, W]; None if they are too few.
 
-    Rows of which a model's convolutions make one lie on one rank, as far as each rank has some.
+    It is of columns where rows are few: what a model's strides leave of them would lie too unevenly. Rows of
+    which strides make one lie on one rank, as far as the ranks' parts are no more uneven by that.
     """
-    dim, height = x.dim() - 2, x.size(-2)
-    if height < parts.world:
+    strides = {dim: _stride(model, dim - x.dim()) for dim in (x.dim() - 2, x.dim() - 1)}
+    coarsest = [
+        parts.part(dim, (max(x.size(dim) // stride, 1),))
+        for dim, stride in strides.items()
+        if x.size(dim) >= parts.world
+    ]
+    chosen = evenest(coarsest)
+    if chosen is None:
         return None
-    inner = gcd(_stride(model), height)
-    while height // inner < parts.world:
-        inner = max([n for n in range(1, inner) if inner % n == 0])
-    return parts.part(dim, (height // inner,), 1, inner)
+    dim = chosen.dim
+    size, most = x.size(dim), gcd(strides[dim], x.size(dim))
+    units = [n for n in range(most, 0, -1) if most % n == 0]
+    return min([parts.part(dim, (size // n,), 1, n) for n in units], key=lambda part: max(part.sizes))
 
 
-def _stride(model: torch.nn.Module) -> int:
-    """Return how many rows of a model's input become one, if its convolutions run one after the other."""
-    return prod([int(m.stride[-2]) for m in model.modules() if isinstance(m, _CONVOLUTIONS)])
+def _stride(model: torch.nn.Module, axis: int) -> int:
+    """Return how many rows of a model's input become one, if its modules run one after the other."""
+    strides = [m.stride for m in model.modules() if isinstance(m, _STRIDED)]
+    return prod([int(each if isinstance(each, int) else each[axis]) for each in strides])
 
 
 def has_convolutions(model: torch.nn.Module) -> bool:

@@ -22,6 +22,8 @@ from .nested import tensors_in
 
 _T = TypeVar("_T")
 _SHARD = "_spar_shard"
+_EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
+_UNEVEN = 1.05  # the largest share of a rank, in that of an even part, of what is not moved to it
 
 
 class Uneven(int):
@@ -125,6 +127,12 @@ class Part:
     def even(self) -> Part:
         """The part of the same dim whose tokens lie on the ranks by the layout."""
         return self.of((self.tokens,)) if self.is_uneven else self
+
+    @property
+    def balanced(self) -> Part:
+        """The part of the same dim with even numbers of rows on the ranks, if this one is uneven."""
+        even = self.parts.part(self.dim, (self.whole,))
+        return even if max(self.sizes) > _UNEVEN * max(even.sizes) else self
 
     @property
     def is_padded(self) -> bool:
@@ -358,6 +366,16 @@ class Parts:
         shards = x.split([self.held((length,)) for length in lengths], dim)
         found = [self._gathered(y, (length,), dim) for y, length in zip(shards, lengths, strict=True)]
         return torch.cat(found, dim)
+
+
+def evenest(parts: Sequence[Part]) -> Part | None:
+    """Return the first of parts that lies evenly enough on the ranks, else that which lies most evenly."""
+
+    def excess(part: Part) -> float:
+        return max(part.sizes) * part.parts.world / max(part.whole, 1)
+
+    even = next((part for part in parts if excess(part) <= _EVEN_ENOUGH), None)
+    return even or min(parts, key=excess, default=None)
 
 
 def placement(layout: SequenceLayout) -> SequenceLayout:

@@ -121,8 +121,7 @@ def check_model(rank: int, world: int, group: Group, name: str) -> None:
     for run, shape in ((decoded, latents), (encoded, images)):
         report = check_exact(group, model, run, inputs(*shape))
         assert not report.functions, str(report)
-        largest = -(-7 // world) / 7  # of 7 rows
-        assert report.share < largest + 0.02
+        assert report.share < 1.1 / world, report  # latents have 7 rows, or 6 columns
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -158,8 +157,8 @@ def check_odd_images(rank: int, world: int, group: Group) -> None:
 
 def check_few_rows(rank: int, world: int, group: Group) -> None:
     check_exact(group, kl(), decoded, inputs(1, 4, 3, 2))  # one row for each rank
-    report = check_exact(group, kl(), decoded, inputs(1, 4, 1, 8))
-    assert report.share == 1
+    assert check_exact(group, kl(), decoded, inputs(1, 4, 1, 8)).share < 0.6  # columns
+    assert check_exact(group, kl(), decoded, inputs(1, 4, 1, 1)).share == 1
 
 
 def check_low_precision(rank: int, world: int, group: Group) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
+from ..moving import moved
 from ..part import Part, mark, part_of, whole_shape
 from .pools import fewer
 from .windows import along, each, format_of, on_rows, windowed
@@ -58,7 +59,8 @@ def interpolate(call: FunctionCall, part: Part) -> Plan | None:
             local = max(part.local, 1) * factor
             given["size"] = [local if i == axis else along(size, i) for i in range(dims)]
         out = on_rows(lambda x: function(x, **given), x, part.dim)
-        return mark(out, part.repeated(1, factor))
+        repeated = part.repeated(1, factor)
+        return moved(mark(out, repeated), repeated.balanced)
 
     return Plan(run=run)
 
@@ -144,7 +146,10 @@ def pixels(call: FunctionCall, part: Part) -> Plan | None:
         return None
     function, dim, least = call.function, part.dim, times if part.dim > x.dim() - 3 else 1
 
-    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return on_rows(lambda x: function(x, *args, **kwargs), input, dim, least)
+    result = found[1].balanced
 
-    return Plan(found[1], moves_to(call, [(x, found[0])]), run=run)
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = on_rows(lambda x: function(x, *args, **kwargs), input, dim, least)
+        return moved(mark(out, found[1]), result)
+
+    return Plan(result, moves_to(call, [(x, found[0])]), run=run)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
 from ..moving import in_other_dim
-from ..part import Part, whole_shape
-
-_EVEN_ENOUGH = 1.25  # the largest share of a rank, in equal shares
+from ..part import Part, evenest, whole_shape
 
 
 def reshaped(shape: Sequence[int], part: Part, new: Sequence[int]) -> tuple[list[int], Part] | None:
@@ -95,17 +93,15 @@ def _rows(shape: Sequence[int], part: Part, new: Sequence[int]) -> Part | None:
     It is of the first dim that lies evenly enough on the ranks, else of that which lies most evenly.
     """
     before, front, world = prod(shape[: part.dim]), 1, part.parts.world
-    found: list[tuple[float, Part]] = []
+    found: list[Part] = []
     for size in _inferred(list(new), prod(shape)):
         outer, rest = divmod(max(front, before), min(front, before)) if front and before else (0, 1)
         count = size if front >= before else size // max(outer, 1)
         outer = outer if front >= before else 1
         if not rest and count >= world and part.whole % (outer * count) == 0:
-            rows = part.parts.part(part.dim, (count,), outer, part.whole // (outer * count))
-            found.append((-(-count // world) * world / count, rows))
+            found.append(part.parts.part(part.dim, (count,), outer, part.whole // (outer * count)))
         front *= size
-    even = next((rows for excess, rows in found if excess <= _EVEN_ENOUGH), None)
-    return even or min(found, key=lambda each: each[0], default=(0, None))[1]
+    return evenest(found)
 
 
 def _to(sizes: list[int], name: str) -> Any:
