@@ -80,3 +80,19 @@ def check_dims(rank: int, world: int, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_images_are_divided_by_their_longer_side_where_the_rows_are_few(ranks: Ranks, world: int) -> None:
     ranks(world, check_dims)
+
+
+def check_lines(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """Of sounds [N, C, L], where [B, S, D] would be sequences."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(3, 4, 7, 4, 3), nn.ELU(), nn.BatchNorm1d(4), nn.ConvTranspose1d(4, 3, 8, 4, 2)
+    model = nn.Sequential(*layers).double()
+    whole, x = copy.deepcopy(model), torch.randn(2, 3, 50, dtype=torch.float64)
+    report = spar.parallelize(model, group, blocks=[""], strict=True)
+    torch.testing.assert_close(model(x), whole(x), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+    assert report.share < 1.1 / world
+
+
+def test_lines_are_divided_along_their_length(ranks: Ranks) -> None:
+    ranks(3, check_lines)
