@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with weights, norms and embeddings: of other dims than the tokens."""
+"""Products with weights, and embeddings: of other dims than the tokens."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ def product_and_sum(call: FunctionCall) -> Plan | None:
         return None
     wanted.append((other, None if size == 1 else part.at(dim)))
     return Plan(part, moves_to(call, wanted), work=shared(whole_numel(a) * b.size(-1), part))
-
-
-@part_rule("layer_norm rms_norm")
-def norm(call: FunctionCall, part: Part) -> Plan | None:
-    first = call.input.dim() - len(call.get(1, "normalized_shape"))
-    return None if part.dim >= first or call.has_later_part else Plan(part)
 
 
 @rule("embedding")

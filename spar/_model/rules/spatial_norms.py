@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms over spatial dims, of which each rank has rows: moments of each rank, merged over the ranks."""
+"""Norms; over dims of which each rank has rows, by moments of each rank, merged over the ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,38 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, part_rule
 from ..part import Part, whole_shape
-from .moments import corrected, moments
+from .moments import corrected, in_single, moments
 from .windows import format_of, on_rows
+
+
+@part_rule("layer_norm rms_norm")
+def layer_norm(call: FunctionCall, part: Part) -> Plan | None:
+    first = call.input.dim() - len(call.get(1, "normalized_shape"))
+    if call.has_later_part:
+        return None
+    if part.dim < first:
+        return Plan(part)
+    if call.name == "rms_norm":
+        return None
+    of_weight = part.at(part.dim - first)
+
+    def run(
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        *_: Any,
+    ) -> Tensor:
+        mean, var = moments(part, input, range(first, input.dim()), keepdim=True)
+        out: Tensor = (in_single(input) - mean) * (var + eps).rsqrt()
+        if weight is not None:
+            out = out * part.parts.shard(weight, of_weight)
+        if bias is not None:
+            out = out + part.parts.shard(bias, of_weight)
+        return out.to(input.dtype).contiguous()
+
+    return Plan(part, run=run)
 
 
 @part_rule("group_norm")
