@@ -56,7 +56,8 @@ def parallelize(
             the ranks' losses. A loss that the model computes is one process's in any case.
         blocks: names of modules, with wildcards, such as "layers.*"; each shards the sequence that it
             receives, if it is whole. "": the model, such as one of convolutions, of whose images
-            `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows. None: the elements of each
+            `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows, or columns where rows are few; of
+            sounds `[N, C, L]`, a part of the length. None: the elements of each
             outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
         strict: whether a function inside blocks that would run whole raises.
 

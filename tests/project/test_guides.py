@@ -273,6 +273,11 @@ def of_evaluation(group: dist.ProcessGroup) -> Names:
     }
 
 
+def of_science(group: dist.ProcessGroup) -> Names:
+    """A graph, and fields whose latitudes and rows of patches no number of ranks divides."""
+    return of_graphs(group) | {"x": torch.randn(1, 5, 93, 48), "target": torch.randn(1, 5, 93, 48)}
+
+
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "README.md": of_readme,
     "any-model.md": of_any_model,
@@ -286,7 +291,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "utils.md": of_utils,
     "packed.md": of_packed,
     "rl.md": of_rl,
-    "science.md": of_graphs,
+    "science.md": of_science,
     "several-nodes.md": of_several_nodes,
     "debugging.md": of_debugging,
 }
@@ -396,6 +401,20 @@ def check_meshes(names: Names) -> None:
     meshes.check_gradients(names["model"], gradients, [], "meshes.md")
 
 
+def check_weather(names: Names) -> None:
+    """The loss and the gradients are those of one process."""
+    whole = copy.deepcopy(names["model"])
+    spar.unparallelize(whole)
+    whole.zero_grad()
+    loss = whole(names["x"], names["target"])
+    loss.backward()
+    torch.testing.assert_close(names["loss"], loss)
+    for own, expected in zip(names["model"].parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(own.grad)
+        torch.testing.assert_close(own.grad / WORLD, expected.grad, atol=1e-5, rtol=1e-4)
+    assert names["report"].share < 0.28
+
+
 CHECKS = {
     ("README.md", 0): check_readme,
     ("any-model.md", 0): check_any_model,
@@ -404,6 +423,7 @@ CHECKS = {
     ("evaluation.md", 3): check_checkpoint,
     ("evaluation.md", 4): check_checkpoint,
     ("meshes.md", 0): check_meshes,
+    ("science.md", 5): check_weather,
     ("packed.md", 0): check_packed,
     ("utils.md", 0): check_utils,
     ("several-nodes.md", 1): check_groups_of_a_node,
