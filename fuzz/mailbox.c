@@ -76,7 +76,7 @@ static void run_call(spar_comm *comm)
     draw_call(0, now.world, &count, parts);
     for (int t = 0; t < count; t++) {
         part *p = &parts[t];
-        in[t] = make_buffer(p, now.rank, &p->in, p->gap);
+        in[t] = make_buffer(p, now.rank, &p->in, p->gap, p->turn);
         visit(p, &in[t], 0);
         inputs[t] = in[t].data;
         tensors[t] = tensor_of(p, &in[t]);

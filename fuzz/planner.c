@@ -225,8 +225,8 @@ static void run_valid_call(int world, int count, const part *parts)
         spar_tensor tensors[TENSORS];
         for (int t = 0; t < count; t++) {
             const part *p = &parts[t];
-            m->in[t] = make_buffer(p, rank, &p->in, p->gap);
-            m->out[t] = make_buffer(p, rank, &p->out, 0);
+            m->in[t] = make_buffer(p, rank, &p->in, p->gap, p->turn);
+            m->out[t] = make_buffer(p, rank, &p->out, 0, 0);
             visit(p, &m->in[t], 0);
             m->inputs[t] = m->in[t].data;
             m->outputs[t] = m->out[t].data;
@@ -270,7 +270,7 @@ static void fill_request(fuzz_request *a, int world, int count, const part *part
     a->count = count;
     for (int t = 0; t < count; t++) {
         const part *p = &parts[t];
-        buffer b = make_buffer(p, a->rank, &p->in, p->gap);
+        buffer b = make_buffer(p, a->rank, &p->in, p->gap, p->turn);
         memcpy(a->extents[t], b.extents, sizeof b.extents);
         memcpy(a->strides[t], b.strides, sizeof b.strides);
         memcpy(a->args[t], p->args, sizeof p->args);

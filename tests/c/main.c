@@ -6,6 +6,7 @@
 int test_arena(int argc, char **argv);
 int test_core(int argc, char **argv);
 int test_cuda(int argc, char **argv);
+int test_items(int argc, char **argv);
 int test_links(int argc, char **argv);
 int test_messages(int argc, char **argv);
 int test_ring(int argc, char **argv);
@@ -34,7 +35,7 @@ int main(int argc, char **argv)
                  {"wait", test_wait},           {"sum", test_sum},
                  {"links", test_links},         {"messages", test_messages},
                  {"strangers", test_strangers}, {"slots", test_slots},
-                 {"passing", test_passing}};
+                 {"passing", test_passing},     {"items", test_items}};
     for (int i = 0; i < (int)(sizeof tests / sizeof *tests); i++)
         if (argc > 1 && strcmp(argv[1], tests[i].name) == 0)
             return tests[i].run(argc - 1, argv + 1);

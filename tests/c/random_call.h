@@ -43,7 +43,8 @@ typedef struct {
 } cut;
 
 typedef struct {
-    int item, ndim, nargs, gap; /* gap: items left out between the input's rows */
+    int item, ndim, nargs;
+    int gap, turn; /* of the input: items left out between its rows; where its dims begin in memory */
     int64_t whole[DIMS], args[ARGS];
     cut in, out;
 } part;
@@ -249,7 +250,10 @@ static void draw_call(uint64_t seed, int world, int *count, part *parts)
     static const int items[] = {1, 2, 3, 4, 8, 16};
     *count = 1 + draw(&seed, TENSORS);
     for (part *p = parts; p < parts + *count; p++) {
-        *p = (part){.item = items[draw(&seed, 6)], .ndim = 1 + draw(&seed, DIMS), .gap = draw(&seed, 3)};
+        *p = (part){.item = items[draw(&seed, 6)], .ndim = 1 + draw(&seed, DIMS)};
+        int memory = draw(&seed, 3 * DIMS);
+        p->gap = memory % 3;
+        p->turn = memory / 3;
         for (int i = 0; i < p->ndim; i++)
             p->whole[i] = draw(&seed, p->ndim == 2 ? 20 : 7);
         draw_layouts(&seed, world, p);
@@ -264,7 +268,8 @@ typedef struct {
     unsigned char *data;
 } buffer;
 
-static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
+/* In memory the dims are rotated by `turn`. */
+static buffer make_buffer(const part *p, int rank, const cut *c, int gap, int turn)
 {
     buffer b = {.dim = c->dim, .bytes = p->item};
     memcpy(b.extents, p->whole, sizeof b.extents);
@@ -274,8 +279,9 @@ static buffer make_buffer(const part *p, int rank, const cut *c, int gap)
         if (c->owner[i] == rank)
             b.place[b.extents[c->dim]++] = i;
     for (int i = p->ndim - 1; i >= 0; i--) {
-        b.strides[i] = b.bytes / p->item;
-        b.bytes = b.bytes * b.extents[i] + (i == p->ndim - 1 ? gap * p->item : 0);
+        int dim = (i + turn) % p->ndim;
+        b.strides[dim] = b.bytes / p->item;
+        b.bytes = b.bytes * b.extents[dim] + (i == p->ndim - 1 ? gap * p->item : 0);
     }
     b.data = malloc((size_t)b.bytes + 1);
     EXPECT(b.data);

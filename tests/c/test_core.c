@@ -59,8 +59,8 @@ static void exchange_once(member *m, uint64_t seed)
     void *outputs[TENSORS];
     for (int t = 0; t < count; t++) {
         part *p = &parts[t];
-        in[t] = make_buffer(p, m->rank, &p->in, p->gap);
-        out[t] = make_buffer(p, m->rank, &p->out, 0);
+        in[t] = make_buffer(p, m->rank, &p->in, p->gap, p->turn);
+        out[t] = make_buffer(p, m->rank, &p->out, 0, 0);
         visit(p, &in[t], 0);
         inputs[t] = in[t].data;
         outputs[t] = out[t].data;
@@ -263,7 +263,7 @@ static void test_hostile(void)
         draw_call(seed = scramble(seed), world, &count, parts);
         for (int t = 0; t < count; t++) {
             int64_t *const lists[] = {parts[t].args, parts[t].args, in[t].extents, in[t].strides};
-            in[t] = make_buffer(&parts[t], rank, &parts[t].in, 0);
+            in[t] = make_buffer(&parts[t], rank, &parts[t].in, 0, 0);
             tensors[t] = tensor_of(&parts[t], &in[t]);
             for (int k = draw(&seed, 4); k > 0; k--) {
                 int which = draw(&seed, 4);

@@ -211,7 +211,7 @@ static void run_plan(run_state *t)
             p->item = (int)t->item;
         else if (draw(&t->seed, 4) == 0)
             p->item = large[draw(&t->seed, i ? 3 : 5)];
-        layouts[i] = make_buffer(p, rank, &p->in, p->gap);
+        layouts[i] = make_buffer(p, rank, &p->in, p->gap, p->turn);
         rooms[i] = make(t, layouts[i].bytes, 1);
         t->inputs[i] = rooms[i].data;
         tensors[i] = tensor_of(p, &layouts[i]);

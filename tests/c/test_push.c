@@ -171,8 +171,8 @@ static void begin(exchange *x, spar_push_state *push, uint64_t seed, int64_t dea
         draw_call(seed, push->world, &x->count, x->parts);
     for (int t = 0; t < x->count; t++) {
         const part *p = &x->parts[t];
-        x->inputs[t] = make_buffer(p, push->rank, &p->in, p->gap);
-        x->outputs[t] = make_buffer(p, push->rank, &p->out, 0);
+        x->inputs[t] = make_buffer(p, push->rank, &p->in, p->gap, p->turn);
+        x->outputs[t] = make_buffer(p, push->rank, &p->out, 0, 0);
         x->owned[t] = x->outputs[t].data;
         take_output(memory, &x->outputs[t], seed, stream);
         visit(p, &x->inputs[t], 0);

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large parts of several ranks, neighbours in the input: copied in turn, as if one after another."""
+"""Copies in another order than that of the output have the bytes of copies one run after another.
+
+Large parts of several ranks that are neighbours in the input are copied in turn. Inputs whose dims lie in
+another order are copied in squares.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from helpers.core import Scale, ScaleType
 from helpers.reference import in_runs, zigzag
 from helpers.tables import Cut, Move, by_rule
 
-from spar._exchange.layouts import by_sizes, even, pair, zigzag as zigzag_layout
+from spar._exchange.layouts import WHOLE, by_sizes, even, pair, zigzag as zigzag_layout
 
 pytestmark = pytest.mark.usefixtures("stores")
 
@@ -137,3 +141,54 @@ def test_rows_of_one_item(item: int, width: int) -> None:
     results = core.world(3).exchange(plans, inputs)
     for rank, (y,) in enumerate(results):
         assert torch.equal(y, torch.cat([x[:, rank : rank + 1] for (x,) in inputs]))
+
+
+def permuted(item: int, shape: tuple[int, ...], order: tuple[int, ...], dims: tuple[int, int]) -> None:
+    """Exchange inputs of 2 ranks whose dims lie in memory in this order: pushed, and packed."""
+    scatter, gather = dims
+    inputs = []
+    for rank in range(2):
+        own = list(shape)
+        own[gather] += rank
+        memory = torch.randint(256, (*[own[dim] for dim in order], item), dtype=torch.uint8)
+        inputs.append([memory.permute(*[order.index(dim) for dim in range(len(shape))], len(shape))])
+    numbers = list(pair(by_sizes(gather, [shape[gather], shape[gather] + 1]), even(scatter, shape[scatter])))
+    plans = core.build_plans("exchange", inputs, [numbers], core.SIDE_PULL)
+    whole = torch.cat([x for (x,) in inputs], gather)
+    pushed, packed = core.world(2).exchange(plans, inputs), core.exchange_packed(plans, inputs)
+    for expected, (a,), (b,) in zip(whole.tensor_split(2, scatter), pushed, packed, strict=True):
+        assert torch.equal(a, expected)
+        assert torch.equal(b, expected)
+
+
+@pytest.mark.parametrize("item", [1, 2, 3, 4, 8, 12, 16, 32])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_permuted_dims(item: int, threads: int, team: None) -> None:
+    """Channels are last in the input and first in the output: few of them, many, and an odd number."""
+    core.library().spar_threads_limit(threads)
+    core.library().spar_threads_min_bytes(1000)
+    for channels in (3, 32, 81):
+        for tokens in (5, 130):
+            permuted(item, (2, channels, tokens, 7), (0, 2, 3, 1), (1, 2))  # [B, n, N, C] of [B, C, n, N]
+    permuted(item, (40, 9, 37), (2, 1, 0), (1, 2))
+    permuted(item, (40, 9, 37), (1, 2, 0), (2, 1))
+    permuted(item, (6, 50, 3), (2, 0, 1), (1, 0))
+
+
+@pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
+def test_permuted_dims_in_lines(item: int) -> None:
+    """Rows of the output that begin at cache lines, and rows that do not."""
+    for size in (64, 67):
+        permuted(item, (32, 9, size), (1, 2, 0), (0, 1))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gather_of_permuted_dims(scaled: bool) -> None:
+    """All ranks receive the same strips."""
+    x = torch.randn(3, 700, 50)  # of each rank, in memory
+    inputs = [[own.t().unsqueeze(-1).view(torch.uint8)] for own in x]
+    plans = core.build_plans("exchange", inputs, [list(pair(even(0, 150), WHOLE))])
+    scale = Scale(ScaleType.F32, True, 3.0) if scaled else None
+    for (y,) in core.world(3).exchange(plans, inputs, scale=scale):
+        expected = x.transpose(1, 2).reshape(150, 700)
+        assert torch.equal(y.view(torch.float32).squeeze(-1), expected / 3 if scaled else expected)

@@ -145,7 +145,7 @@ def test_core(program: Builder, kind: str) -> None:
 
 
 @each("plain", "address")
-@pytest.mark.parametrize("name", ["arena", "scale", "nontemporal", "passing", "siphash", "wait"])
+@pytest.mark.parametrize("name", ["arena", "items", "scale", "nontemporal", "passing", "siphash", "wait"])
 def test_components(program: Builder, name: str, kind: str) -> None:
     done = run(program(kind), name)
     assert (done.returncode, done.stderr) == (0, "")

@@ -50,6 +50,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "siphash",
         "arena",
+        "items",
         "nontemporal",
         "scale",
         "sum 600",

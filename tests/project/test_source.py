@@ -58,18 +58,19 @@ def test_nontemporal_stores_are_fenced() -> None:
         "nontemporal.c:copy_lines_avx512",
         "nontemporal.c:copy_lines_sse2",
     }
-    copies = {"execute.c:stream_runs", "execute.c:copy_to_all", "sum.c:sum_streaming"}
+    copies = {"copy.c:stream_runs", "copy.c:copy_to_all", "sum.c:sum_streaming"}
     assert functions_with("spar_nontemporal_copy") == {"nontemporal.c:spar_nontemporal_copy", *copies}
     assert functions_with("spar_nontemporal_fence") == {
-        "execute.c:copy_all",
-        "execute.c:copy_range",
+        "copy.c:spar_copy_all",
+        "copy.c:copy_range",
         "mailbox.c:spar_mailbox_publish",
         "sum.c:sum_streaming",
     }
-    scales = {"execute.c:copy_runs", "execute.c:scale_to_all"}
+    scales = {"copy.c:copy_runs", "copy.c:scale_to_all"}
     assert functions_with("spar_scale_nontemporal") == {"scale.c:spar_scale_nontemporal", *scales}
     assert functions_with("spar_nontemporal_line") == {
-        "execute.c:repeat",
+        "items.c:spar_repeat_item",
+        "items.c:transpose_lines",
         "scale.c:lines_plain",
         "scale.c:VECTORS",
     }
