@@ -158,7 +158,7 @@ class RowExchange(Exchange):
     @property
     def reads(self) -> Tensors:
         plan = self.maps.plan
-        return [plan.local] if plan.send is None else [plan.local, plan.send]
+        return [plan.local, plan.entries, *([] if plan.send is None else [plan.send])]
 
     def transpose(self) -> RowExchange:
         return RowExchange(backward_of(self.name), self.group, self.maps, not self.adds)

@@ -69,7 +69,8 @@ class RowPlan:
     @functools.cached_property
     def entries(self) -> Tensor:
         """The places of all entries behind unused rows, in one dim."""
-        return self.local.reshape(-1) - self.unused
+        entries = self.local.reshape(-1)
+        return entries - self.unused if self.unused else entries
 
     def args(self, dim: int, world: int) -> tuple[Args, ...]:
         """Return the layouts of each tensor that is received."""

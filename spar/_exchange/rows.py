@@ -121,7 +121,9 @@ class Rows:
         """Put the rows of others that this rank wants behind its own, each once: what `local` indexes.
 
         Args:
-            x, dim, async_op: as for `gather`.
+            x: as for `gather`.
+            dim: the sharded dim.
+            async_op: as for `gather`.
 
         Returns:
             A new tensor of `own + received` rows along dim, and behind them one of zeros if the plan has
