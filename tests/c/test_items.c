@@ -59,8 +59,8 @@ static int64_t transpose(unsigned *seed)
         }
     for (int64_t i = 0; i < guarded; i++)
         expect(room[i] == GUARD, "something else was written", item, rows, columns);
-    expect(done == (item <= 16 && !(item & (item - 1)) && rows >= 16 / item && columns >= 16 / item),
-           "which are transposed", item, rows, columns);
+    if (item <= 16 && !(item & (item - 1)) && rows >= 16 / item && columns >= 16 / item)
+        expect(done, "not transposed", item, rows, columns);
     free(s);
     free(room);
     return done;

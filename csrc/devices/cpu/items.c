@@ -52,11 +52,11 @@ typedef uint64_t vector8 __attribute__((vector_size(VECTOR)));
 #define ZIP2(a, b, i) ZIP4(a, b, i), ZIP4(a, b, (i) + 2)
 #define ZIP1(a, b, i) ZIP2(a, b, i), ZIP2(a, b, (i) + 4)
 
-/* Transposes a square of as many rows as a vector has items. Interleaving its first half with its second one
- * rotates the bits of an item's index (row, column) by one place; after as many rounds as a row's number has
- * bits, they have changed places. */
+/* Transposes a square of as many rows as a vector has items, and stores its first `rows`. Interleaving its
+ * first half with its second one rotates the bits of an item's index (row, column) by one place; after as
+ * many rounds as a row's number has bits, they have changed places. */
 #define SQUARE(size, rounds)                                                                                 \
-    INLINE void square##size(char *d, const char *s, int64_t ds, int64_t ss)                                 \
+    INLINE void square##size(char *d, const char *s, int64_t ds, int64_t ss, int64_t rows)                   \
     {                                                                                                        \
         enum { SIDE = VECTOR / size };                                                                       \
         vector##size now[SIDE], next[SIDE];                                                                  \
@@ -70,7 +70,7 @@ typedef uint64_t vector8 __attribute__((vector_size(VECTOR)));
             }                                                                                                \
             memcpy(now, next, sizeof now);                                                                   \
         }                                                                                                    \
-        for (int i = 0; i < SIDE; i++)                                                                       \
+        for (int64_t i = 0; i < rows; i++)                                                                   \
             memcpy(d + i * ds, &now[i], VECTOR);                                                             \
     }
 
@@ -79,21 +79,22 @@ SQUARE(2, 3)
 SQUARE(4, 2)
 SQUARE(8, 1)
 
-INLINE void square16(char *d, const char *s, int64_t ds, int64_t ss)
+INLINE void square16(char *d, const char *s, int64_t ds, int64_t ss, int64_t rows)
 {
+    (void)rows;
     (void)ds;
     (void)ss;
     memcpy(d, s, VECTOR);
 }
 
-typedef void square(char *d, const char *s, int64_t ds, int64_t ss);
+typedef void square(char *d, const char *s, int64_t ds, int64_t ss, int64_t rows);
 
 /* Transposes to a line in each row of a square, past the caches, by way of lines on the stack. */
 INLINE void transpose_lines(square *transpose, int64_t item, char *d, const char *s, int64_t ds, int64_t ss)
 {
     _Alignas(SPAR_CACHE_LINE) char lines[VECTOR * SPAR_CACHE_LINE];
     for (int64_t at = 0; at < SPAR_CACHE_LINE; at += VECTOR)
-        transpose(lines + at, s + at / item * ss, SPAR_CACHE_LINE, ss);
+        transpose(lines + at, s + at / item * ss, SPAR_CACHE_LINE, ss, VECTOR / item);
     for (int64_t row = 0; row < VECTOR / item; row++)
         spar_nontemporal_line(d + row * ds, lines + row * SPAR_CACHE_LINE);
 }
@@ -103,13 +104,31 @@ INLINE int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* Fewer rows than a square has: what lies between columns is read, too, but nothing behind the last one. */
+INLINE int transpose_few(square *transpose, int64_t item, char *d, const char *s, int64_t rows,
+                         int64_t columns, int64_t ds, int64_t ss)
+{
+    const int64_t side = VECTOR / item;
+    int64_t column = 0, unread = (columns - side) * ss + rows * item - VECTOR; /* behind the first square */
+    if (rows < side / 4 || columns < side || unread < 0)
+        return 0;
+    for (; column + side <= columns && column * ss <= unread; column += side)
+        transpose(d + column * item, s + column * ss, ds, ss, rows);
+    for (; column < columns; column++)
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(d + row * ds + column * item, s + row * item + column * ss, (size_t)item);
+    return 1;
+}
+
 /* Squares at the end overlap those before. `transpose` and `item` are constants where this is inlined. */
 INLINE int transpose_items(square *transpose, int64_t item, char *d, const char *s, int64_t rows,
                            int64_t columns, int64_t ds, int64_t ss, int nontemporal)
 {
     const int64_t side = VECTOR / item, line = SPAR_CACHE_LINE / item;
     int64_t head = (-(intptr_t)d & (SPAR_CACHE_LINE - 1)) / item, end = -1;
-    if (rows < side || columns < side)
+    if (rows < side)
+        return transpose_few(transpose, item, d, s, rows, columns, ds, ss);
+    if (columns < side)
         return 0;
     if (nontemporal && ((intptr_t)d & (item - 1)) == 0 && (ds & (SPAR_CACHE_LINE - 1)) == 0)
         end = columns - line; /* the last column at which a line may begin */
@@ -123,7 +142,7 @@ INLINE int transpose_items(square *transpose, int64_t item, char *d, const char 
                 column += line;
             } else {
                 int64_t at = least(column, columns - side);
-                transpose(to + at * item, from + at * ss, ds, ss);
+                transpose(to + at * item, from + at * ss, ds, ss, side);
                 column = column < head ? least(column + side, head) : column + side;
             }
         }
