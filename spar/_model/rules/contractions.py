@@ -95,7 +95,7 @@ class _Letters:
         return any(term.count(letter) > 1 for term in self.terms)
 
     def of_result(self, part: Part) -> Part | None:
-        """Return a part of the result's first dim as long as this one, of which several terms have no dim."""
+        """Return the same part of the result's first dim that is as long and that not all operands have."""
         size, dims = part.whole, enumerate(self.output)
         found = (at for at, c in dims if self.sizes[c] == size and not self.all_have(c))
         at = next(found, None)
@@ -103,7 +103,7 @@ class _Letters:
 
     @property
     def are_pairs(self) -> bool:
-        """Whether each part has another dim that is as long, of which not all operands have one."""
+        """Whether each part has another dim that is as long, and that not all operands have."""
         for term, part in zip(self.terms, self.parts, strict=True):
             if part is None:
                 continue
