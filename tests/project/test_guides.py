@@ -60,6 +60,7 @@ COMPILED_ONLY = {
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
     ("hybrid.md", 0): "a model of transformers: tests/models/test_scans.py makes these calls",
+    ("science.md", 0): "downloads weights; tests/models/test_folding.py makes the same calls",
     ("rl.md", 8): "a model of transformers: tests/models/test_evaluation.py runs this block",
     ("lightning.md", 0): "Lightning: tests/trainers/test_lightning.py",
     ("lightning.md", 1): "Lightning: tests/trainers/test_lightning.py",
@@ -274,8 +275,9 @@ def of_evaluation(group: dist.ProcessGroup) -> Names:
 
 
 def of_science(group: dist.ProcessGroup) -> Names:
-    """A graph, and fields whose latitudes and rows of patches no number of ranks divides."""
-    return of_graphs(group) | {"x": torch.randn(1, 5, 93, 48), "target": torch.randn(1, 5, 93, 48)}
+    """Pairs, a graph, and fields whose latitudes and rows of patches no number of ranks divides."""
+    fields = {"x": torch.randn(1, 5, 93, 48), "target": torch.randn(1, 5, 93, 48)}
+    return of_graphs(group) | {"z": torch.randn(1, 9, 9, 6)} | fields
 
 
 GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
@@ -389,6 +391,18 @@ def check_checkpoint(names: Names) -> None:
         shutil.rmtree(names["folder"])
 
 
+def check_pairs(names: Names) -> None:
+    """Products and transposes are this rank's rows of those of one process."""
+    a, b = names["z"], names["z"] + 1
+    whole = {
+        "outgoing": torch.einsum("bikc,bjkc->bijc", a, b),
+        "incoming": torch.einsum("bkic,bkjc->bijc", a, b),
+        "columns": a.transpose(1, 2),
+    }
+    for name, expected in whole.items():
+        torch.testing.assert_close(names[name], names["layout"].shard(expected, 1))
+
+
 def check_meshes(names: Names) -> None:
     """FSDP2 has averaged the gradients."""
     from helpers import meshes
@@ -423,12 +437,13 @@ CHECKS = {
     ("evaluation.md", 3): check_checkpoint,
     ("evaluation.md", 4): check_checkpoint,
     ("meshes.md", 0): check_meshes,
-    ("science.md", 5): check_weather,
     ("packed.md", 0): check_packed,
+    ("science.md", 1): check_pairs,
+    ("science.md", 7): check_weather,
     ("utils.md", 0): check_utils,
     ("several-nodes.md", 1): check_groups_of_a_node,
     ("several-nodes.md", 2): check_rings_across_nodes,
-    **{("science.md", number): functools.partial(check_graphs, number) for number in range(5)},
+    **{("science.md", 2 + number): functools.partial(check_graphs, number) for number in range(5)},
 }
 
 
