@@ -82,10 +82,10 @@ def part_of_index(part: Part, index: Tensor, dim: int) -> Part:
     count, parts = index.size(dim) - part.whole, part.parts
 
     def has_loops() -> bool:
-        return torch.equal(index[count:], torch.arange(part.whole, device=index.device, dtype=index.dtype))
+        return bool((index[count:] == torch.arange(part.whole, device=index.device)).all())
 
     is_longer = index.dim() == 1 and count >= parts.world and part.is_plain
-    if is_longer and _known(parts, index, ("loops", part.whole, *_places(index)), has_loops):
+    if is_longer and _known(parts, index, ("loops", part.whole, *_strides(index)), has_loops):
         return parts.part(dim, (count, *part.lengths))
     return parts.part(dim, (index.size(dim),))
 
@@ -99,7 +99,7 @@ def rows_of(part: Part, index: Tensor, of_index: Part, wraps: bool = False) -> R
         IndexError: the index names a row that there is not. Every rank raises.
     """
     dims = [dim for dim, size in enumerate(index.shape) if size != 1 or dim == of_index.dim]
-    key = part, of_index.at(dims.index(of_index.dim)), wraps, *_places(index)
+    key = part, of_index.at(dims.index(of_index.dim)), wraps, *_strides(index)
     rows: Rows = _known(part.parts, index, key, lambda: _rows(part, index, of_index, wraps))
     shape = [*index.shape]
     shape[of_index.dim] = of_index.local
@@ -120,7 +120,7 @@ def _known(parts: Parts, index: Tensor, key: tuple[object, ...], find: Callable[
     return found[1]
 
 
-def _places(index: Tensor) -> tuple[object, ...]:
+def _strides(index: Tensor) -> tuple[object, ...]:
     """Return where in its memory an index has its ints."""
     sizes = [each for each in zip(index.shape, index.stride(), strict=True) if each[0] != 1]
     return index.storage_offset(), *sizes

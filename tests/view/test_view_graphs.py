@@ -284,3 +284,21 @@ def check_changed_index(rank: int, world: int, group: Group) -> None:
 
 def test_a_changed_index_is_planned_anew(ranks: Ranks) -> None:
     ranks(2, check_changed_index)
+
+
+def check_compiled(rank: int, world: int, group: Group) -> None:
+    one = of_layer("mean")
+    model = copy.deepcopy(one)
+    report = spar.parallelize(model, group)
+    model.compile(backend="aot_eager")
+    for seed in range(2):
+        given = graph(NODES, EDGES, NODES, seed)
+        for found, expected in zip(stepped(model, given)[:2], stepped(one, given)[:2], strict=True):
+            assert is_near(found, expected)
+    assert [each.block for each in report.eager] == ["Mean"]
+    assert "known from values alone" in report.eager[0].reason
+
+
+@pytest.mark.compiler
+def test_compiled_layers_run_eagerly(ranks: Ranks) -> None:
+    ranks(2, check_compiled)

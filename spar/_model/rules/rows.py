@@ -47,7 +47,7 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = FunctionCall(parts, name, function, args, kwargs)
         x, index = given.input, given.get(at, "index")
-        index = _places(parts, index[-1] if isinstance(index, tuple) else index)
+        index = _places(parts, index[-1] if isinstance(index, tuple) else index).to(x.device)
         along = max(range(index.dim()), key=lambda d: index.size(d))
         if index.size(along) < parts.world or is_distributed(x):
             return _taken(name, parts.gather(x), dim, index)

@@ -113,7 +113,7 @@ def scattered(call: FunctionCall) -> Plan | None:
 def _reduced(x: Tensor, scatter: _Scatter, part: Part, of_index: Part) -> Tensor:
     """Return what a function makes of this rank's rows."""
     dim, source, how, includes = scatter.dim, scatter.source, scatter.how, scatter.includes
-    index = part.parts.gather(scatter.index)
+    index = part.parts.gather(scatter.index).to(x.device)
     if not scatter.is_of_items:
         index = index.view([-1 if d == dim else 1 for d in range(x.dim())])
     index = one_of_equal(index, dim)
