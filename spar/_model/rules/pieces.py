@@ -17,7 +17,7 @@ from ..dtensors import is_distributed
 from ..moving import cut, within
 from ..part import Part, part_of, whole_shape
 from .rows import index_of_rows, rows, set_rows
-from .windows import format_of, listed
+from .windows import format_of, listed, separate
 
 
 @part_rule("chunk unsafe_chunk split unsafe_split split_with_sizes tensor_split unbind", uneven=True)
@@ -349,7 +349,7 @@ def roll(call: FunctionCall, part: Part) -> Plan | None:
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         out = take(x).contiguous(memory_format=format_of(x))
-        return out.roll([*by.values()], [*by]) if by else out
+        return out.roll([*by.values()], [*by]) if by else separate(out, x)
 
     return Plan(part, run=run)
 

@@ -58,7 +58,7 @@ def feature_dropout(call: FunctionCall, part: Part) -> Plan | None:
     function, dim = call.function, part.dim
     if dim < 2:
         return None
-    return Plan(part, run=lambda x, *rest: on_rows(lambda x: function(x, *rest), x, dim))
+    return Plan(part, run=lambda x, *args, **kwargs: on_rows(lambda x: function(x, *args, **kwargs), x, dim))
 
 
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:

@@ -114,6 +114,7 @@ def _places(
 
 @part_rule("channel_shuffle")
 def channels(call: FunctionCall, part: Part) -> Plan | None:
+    """Exchange channels of the same rows."""
     return Plan(part) if part.dim != 1 else None
 
 
@@ -127,8 +128,8 @@ def sample(call: FunctionCall) -> Plan | None:
         if part.whole < call.parts.world:
             return None
 
-    def run(image: Tensor, points: Tensor, *options: Any) -> Tensor:
-        return on_rows(lambda points: function(image, points, *options), points, part.dim, 1, part.dim + 1)
+    def run(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return on_rows(lambda grid: function(input, grid, *args, **kwargs), grid, part.dim, 1, part.dim + 1)
 
     return Plan(part.at(part.dim + 1), moves_to(call, [(image, None), (points, part)]), run=run)
 

@@ -14,7 +14,7 @@ from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..part import Part, in_order_of
 from ..report import multiply_adds
 from .products import shared
-from .windows import along, each, format_of, listed, on_rows, one_run, reaching, windowed
+from .windows import along, each, format_of, listed, on_rows, one_run, reaching, separate, windowed
 
 
 class _Window(NamedTuple):
@@ -306,7 +306,7 @@ def _with_listed_rows(call: FunctionCall, part: Part, padding: list[int], result
             return on_rows(lambda x: function(x, rest, mode, value), out, dim)
         if mode == "circular":
             return out.contiguous()
-        return out.contiguous(memory_format=format_of(input)) if front or back else out
+        return separate(out.contiguous(memory_format=format_of(input)) if front or back else out, input)
 
     return Plan(part_of_result, run=run)
 

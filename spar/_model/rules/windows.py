@@ -96,15 +96,13 @@ def listed(part: Part, runs: Sequence[range], result: Part | None = None) -> tup
     for rank in range(parts.world):
         places = [(0, count)] if result is None else [(at.start, at.size) for at in runs_of(result, rank)]
         found.append([run for start, size in places for run in _sliced(runs, start, size)])
-    wanted = [
-        [piece for run in of_rank for piece in within(min(run), max(run) + 1 - min(run), 0, part.whole)]
-        for of_rank in found
-    ]
+    wanted = [[piece for run in of_rank for piece in within(*_span(run), 0, part.whole)] for of_rank in found]
     gathered = _taking(part, wanted, f"{count} listed rows")
     own, at = list[range](), 0  # where these are in what is gathered
     for run in found[parts.rank]:
-        own.append(range(at + run.start - min(run), at + run[-1] - min(run) + run.step, run.step))
-        at += max(run) + 1 - min(run)
+        first, size = _span(run)
+        own.append(range(at + run.start - first, at + run[-1] - first + run.step, run.step))
+        at += size
 
     def take(x: Tensor, fill: float = 0.0) -> Tensor:
         y = gathered(x, fill)
@@ -116,6 +114,12 @@ def listed(part: Part, runs: Sequence[range], result: Part | None = None) -> tup
         return in_order_of(y.index_select(dim, torch.cat(places)), x)
 
     return result, take
+
+
+def _span(run: range) -> tuple[int, int]:
+    """Return where the rows of a run begin, and how many there are from the first to the last."""
+    first, last = sorted((run[0], run[-1]))
+    return first, last + 1 - first
 
 
 def _sliced(runs: Sequence[range], start: int, size: int) -> list[range]:
@@ -145,6 +149,11 @@ def _taking(part: Part, wanted: list[list[tuple[int, int]]], note: str) -> Take:
             return in_order_of(gather_pieces(call, plan, [x], dim, note, fill)[0], x)
 
     return take
+
+
+def separate(out: Tensor, x: Tensor) -> Tensor:
+    """Return a result that shares no memory with x: what gathers rows may return a view."""
+    return out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out
 
 
 def format_of(x: Tensor) -> torch.memory_format:
