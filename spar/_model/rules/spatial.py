@@ -252,7 +252,8 @@ def _around(x: Tensor, before: int, after: int) -> Tensor | None:
 def pad(call: FunctionCall, part: Part) -> Plan | None:
     """Pad other dims, or rows of channels [N, C, ...]: the first rank and the last with rows pad theirs.
 
-    Other padded sequences are laid out anew: models cut them at fixed strides, which no padded part has.
+    Padded rows of images [N, H, W, C] are laid out anew. Padded sequences [B, S, D] are whole: models cut
+    them by `as_strided`, which no part has.
     """
     x = call.input
     padding, mode = list(call.get(1, "pad", default=())), call.get(2, "mode", default="constant")
@@ -262,6 +263,8 @@ def pad(call: FunctionCall, part: Part) -> Plan | None:
     before, after = padding[at : at + 2] or (0, 0)
     if before or after:
         in_run = one_run(part) if part.rows is None else part
+        if part.dim < 2 and x.dim() < 4:
+            return None
         if part.dim < 2 or in_run is None or min(before, after) < 0 or not in_run.tokens:
             return _with_listed_rows(call, part, padding, None)
         least = {"constant": 0, "replicate": 1, "reflect": max(before, after) + 1}.get(mode)
