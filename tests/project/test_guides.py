@@ -415,6 +415,14 @@ def check_meshes(names: Names) -> None:
     meshes.check_gradients(names["model"], gradients, [], "meshes.md")
 
 
+def check_graph_network(names: Names) -> None:
+    """The result is that of one process, and each rank has an equal share."""
+    whole = copy.deepcopy(names["model"])
+    spar.unparallelize(whole)
+    torch.testing.assert_close(names["y"], whole(names["nodes"], names["edges"]))
+    assert names["report"].share < 0.3
+
+
 def check_weather(names: Names) -> None:
     """The loss and the gradients are those of one process."""
     whole = copy.deepcopy(names["model"])
@@ -439,7 +447,8 @@ CHECKS = {
     ("meshes.md", 0): check_meshes,
     ("packed.md", 0): check_packed,
     ("science.md", 1): check_pairs,
-    ("science.md", 7): check_weather,
+    ("science.md", 7): check_graph_network,
+    ("science.md", 8): check_weather,
     ("utils.md", 0): check_utils,
     ("several-nodes.md", 1): check_groups_of_a_node,
     ("several-nodes.md", 2): check_rings_across_nodes,
