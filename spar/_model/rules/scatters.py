@@ -76,9 +76,31 @@ def _arguments(call: FunctionCall) -> _Scatter | None:
     return _Scatter(dim, index, source, how, includes, False) if is_known else None
 
 
+@rule("scatter scatter_ index_copy index_copy_ index_fill index_fill_")
+def written(call: FunctionCall) -> Plan | None:
+    """Write along another dim than that of the tokens, of which each rank writes its own."""
+    (dim,) = call.dims(call.input, call.get(1, "dim"))
+    return _along_other(call, dim)
+
+
+def _along_other(call: FunctionCall, dim: int) -> Plan | None:
+    """Return a plan if it is another dim than `dim` that is sharded; None if a tensor is not as long there."""
+    x, index = call.input, call.get(2, "index")
+    each = [t for t in call.tensors if t.dim() == x.dim() and (t is not index or index.dim() > 1)]
+    part = next((part for part in map(part_of, [x, *each]) if part is not None), None)
+    if part is None or part.dim == dim or (call.is_inplace and part_of(x) is None):
+        return None
+    if any(whole_shape(t)[part.dim] != part.whole for t in each) or any(map(is_distributed, call.tensors)):
+        return None
+    alike = {id(t) for t in each}
+    return Plan(part, moves_to(call, [(t, part if id(t) in alike else None) for t in call.tensors]))
+
+
 @rule(f"{_SCATTERS} {_INDEXED} {_PUTS}")
 def scattered(call: FunctionCall) -> Plan | None:
     found = _arguments(call)
+    if found is not None and (plan := _along_other(call, found.dim)) is not None:
+        return plan
     if found is None or len(call.tensors) != 3 or any(map(is_distributed, call.tensors)):
         return None
     x, dim, source, parts = call.input, found.dim, found.source, call.parts
