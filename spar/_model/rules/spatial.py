@@ -307,9 +307,10 @@ def _with_listed_rows(call: FunctionCall, part: Part, padding: list[int], result
         out = take(input, value or 0.0)
         if any(rest):
             return on_rows(lambda x: function(x, rest, mode, value), out, dim)
-        if mode == "circular":
-            return out.contiguous()
-        return separate(out.contiguous(memory_format=format_of(input)) if front or back else out, input)
+        if front or back or mode == "circular":
+            kind = torch.contiguous_format if mode == "circular" else format_of(input)
+            out = out.contiguous(memory_format=kind)
+        return separate(out, input)
 
     return Plan(part_of_result, run=run)
 

@@ -128,10 +128,8 @@ def _follow(mean: Tensor | None, var: Tensor | None, found: Tensor, count: int, 
     """Move running moments towards those of all rows, of which there are so many."""
     with torch.no_grad():
         for running, value in ((mean, found[0]), (var, corrected(found[1], count, 1))):
-            if running is not None:
-                running.data.lerp_(
-                    value.to(running.dtype), momentum
-                )  # torch's kernels leave the version, too
+            if running is not None:  # torch's kernels leave the version, too
+                running.data.lerp_(value.to(running.dtype), momentum)
 
 
 _FUNCTIONAL = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
