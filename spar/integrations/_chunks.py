@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._model.bodies import redirected
 from .._model.functions import name_of
+from .._model.generators import draws_since, states
 from .._model.moving import moved
 from .._model.nested import changed, tensors_in
 from .._model.part import Part, mark, part_of, whole_shape
@@ -51,8 +52,11 @@ def _of_rows(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(layer, inputs, chunk_size, no_batch_dims, *rest, **named)
         for x in tensors_in(inputs):
             view.check_stale("chunk_layer", x)
+        before = states(part.parts.device)
         with without_view(), _Counting() as counted:  # ranks with fewer rows run fewer chunks
             out = own(layer, changed(lambda x: _own(x, part), inputs), chunk_size, no_batch_dims, **named)
+        if draws_since(before, part.parts.device):
+            raise view.error("chunk_layer", "draws other numbers than one process", "pass chunk_size=None")
         if view.recording:
             view.report.add((counted.work, counted.work // part.local * part.whole), view.blocks > 0)
         return changed(lambda x: mark(x, part), out)

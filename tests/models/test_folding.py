@@ -147,6 +147,26 @@ def test_esmfold_is_exact(ranks: Ranks, world: int, chunk: int | None) -> None:
     ranks(world, check_whole_model, chunk)
 
 
+class Dropping(nn.Module):
+    """A block with dropout in its chunks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.models.esm.openfold_utils.chunk_utils import chunk_layer
+
+        return chunk_layer(lambda x: torch.dropout(x, 0.5, True), {"x": x}, 2, 2)
+
+
+def check_draws(rank: int, world: int, group: Group) -> None:
+    model = nn.Sequential(Dropping())
+    spar.parallelize(model, group, blocks=["0"])
+    with pytest.raises(RuntimeError, match=r"chunk_layer at .* draws other numbers .* pass chunk_size=None"):
+        model(torch.randn(1, 8, 4))
+
+
+def test_chunks_that_draw_are_refused(ranks: Ranks) -> None:
+    ranks(2, check_draws)
+
+
 def check_fault(rank: int, world: int, group: Group) -> None:
     model = Trunk("pairformer")
     whole = copy.deepcopy(model)
