@@ -33,24 +33,19 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     return mark(in_order_of(out, x), part)
 
 
-def in_other_dim(x: Tensor, part: Part, last: int = -1) -> Tensor:
-    """Return the part of another dim of the whole of x: rows become columns, in one exchange.
+def in_other_dim(x: Tensor, part: Part) -> Tensor:
+    """Return the part of another dim of the whole of x: rows become columns, in one exchange."""
+    return mark(in_order_of(turned(x, part), x), part)
 
-    last: the dim that is innermost in what is exchanged; one of few bytes would be moved byte by byte.
-    """
+
+def turned(x: Tensor, part: Part) -> Tensor:
+    """Return the elements of the part of another dim, contiguous: what only reads them needs no order."""
     own = part_of(x)
     assert own is not None
-    layouts = own.layout, part.layout
-    if None in layouts or is_distributed(x):
+    before, after = own.layout, part.layout
+    if before is None or after is None or is_distributed(x):
         return part.parts.shard(part.parts.gather(x), part)
-    dims = [*range(x.dim())]
-    dims.append(dims.pop(last))
-    given = x.permute(dims).contiguous() if last >= 0 else x
-    scatter, gather = dims.index(part.dim), dims.index(own.dim)
-    out = all_to_all(
-        given, part.parts.group, scatter, gather, layout=layouts[0], scatter_layout=layouts[1]
-    ).movedim(-1, last)
-    return mark(in_order_of(out, x), part)
+    return all_to_all(x, part.parts.group, part.dim, own.dim, layout=before, scatter_layout=after)
 
 
 def _plan(own: Part, wanted: Part, start: int) -> GatherPlan | None:

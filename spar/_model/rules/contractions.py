@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, rule
-from ..moving import in_other_dim
+from ..moving import in_other_dim, turned
 from ..nested import changed
 from ..part import Part, mark, part_of, whole_numel, whole_shape
 from ..sums import sum_over_ranks
@@ -191,9 +191,9 @@ def _through_channels(found: _Letters, result: Part) -> Plan | None:
 
         def to_channels(x: Tensor) -> Tensor:
             part = next(each)
-            return parts.shard(x, part) if part_of(x) is None else in_other_dim(x, part, part.dim)
+            return parts.shard(x, part) if part_of(x) is None else turned(x, part)
 
         args, kwargs = changed(to_channels, (args, kwargs))
-        return in_other_dim(mark(function(*args, **kwargs), inner), result, inner.dim)
+        return in_other_dim(mark(function(*args, **kwargs), inner), result)
 
     return Plan(result, run=run, work=shared(found.work, inner))

@@ -84,7 +84,7 @@ def written(call: FunctionCall) -> Plan | None:
 
 
 def _along_other(call: FunctionCall, dim: int) -> Plan | None:
-    """Return a plan if it is another dim than `dim` that is sharded; None if a tensor is not as long there."""
+    """Return a plan if another dim than `dim` is sharded; None if a tensor is not as long there."""
     x, index = call.input, call.get(2, "index")
     each = [t for t in call.tensors if t.dim() == x.dim() and (t is not index or index.dim() > 1)]
     part = next((part for part in map(part_of, [x, *each]) if part is not None), None)
