@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FunctionCall, Plan, rule
+from ..call import FunctionCall, Plan, are_ints, rule
 from ..part import memory_order, part_of, whole_shape
 
 
@@ -17,13 +17,30 @@ from ..part import memory_order, part_of, whole_shape
     "get_dtype get_device get_ndim dim ndimension get_requires_grad get_grad_fn get_layout get_is_* "
     "get_names get_itemsize get_output_nr get__version get__backward_hooks get__base _is_view "
     "is_floating_point is_complex is_tensor is_conj is_neg is_inference element_size "
-    "requires_grad_ set_requires_grad __hash__ can_cast result_type "
-    "new_zeros new_ones new_full new_empty",
+    "requires_grad_ set_requires_grad __hash__ can_cast result_type",
     uneven=True,
 )
 def same_for_parts(call: FunctionCall) -> Plan:
     """Run on the part: the result does not depend on the tokens."""
     return Plan()
+
+
+@rule("new_zeros new_ones new_full new_empty", uneven=True)
+def new(call: FunctionCall) -> Plan:
+    """Make a part of a shape that begins as that of the part, up to its tokens: other values go into it."""
+    part, size, function = call.part, call.get(1, "size"), call.function
+    is_listed = isinstance(size, (list, tuple))
+    shape = list(size) if is_listed else call.sizes(1, "size")
+    whole = [] if part is None else whole_shape(call.input)
+    if part is None or not are_ints(shape) or len(shape) != len(whole):
+        return Plan()
+    dims = part.dim + 1
+    if shape[:dims] != whole[:dims]:
+        return Plan()
+    shape[part.dim] = part.local
+    if is_listed:
+        return Plan(part, replaced=((1 if len(call.args) > 1 else "size", shape),))
+    return Plan(part, run=lambda x, *_, **kwargs: function(x, shape, **kwargs))
 
 
 @rule("new_tensor")
