@@ -55,7 +55,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import (
     _extension as _extension,  # first
-    data as data,
     parallel_state as parallel_state,
     sharding as sharding,
     topology as topology,
@@ -66,7 +65,6 @@ from ._control.state import Transport
 from ._exchange.rows import Rows
 from ._exchange.work import Work
 from ._version import __version__
-from .data import gather_forward_split_backward_and_unpad
 from .errors import (
     ExchangeTimeoutError,
     GroupBrokenError,
@@ -90,6 +88,7 @@ from .ops.hybrid import (
     split_forward_gather_backward_with_cp,
 )
 from .ops.masked_mean import masked_mean
+from .ops.names.lightrft import gather_forward_split_backward_and_unpad
 from .ops.names.mindspeed_mm import reorder_output
 from .ops.roll import roll
 from .ops.splits import (
@@ -156,7 +155,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from . import integrations as integrations, testing as testing, utils as utils
+    from . import data as data, integrations as integrations, testing as testing, utils as utils
     from .integrations._parallelize import parallelize as parallelize, unparallelize as unparallelize
 
 
@@ -170,7 +169,7 @@ def __getattr__(name: str) -> object:
         from .integrations import _former_names
 
         return getattr(_former_names, name)
-    if name in ("integrations", "testing", "utils"):
+    if name in ("data", "integrations", "testing", "utils"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)
