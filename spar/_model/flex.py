@@ -17,6 +17,7 @@ from torch import Tensor
 from ..ops.by_heads import by_heads
 from ..ops.heads import heads_of_ranks
 from .moving import moved
+from .nested import changed
 from .part import Part, has_part, mark, part_of, whole_numel
 from .rules.products import shared
 from .view import View, current_view, without_view
@@ -76,6 +77,21 @@ def making_masks(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(mask_mod, *args, **kwargs)
 
     return create_block_mask
+
+
+@functools.lru_cache(maxsize=256)
+def of_whole_blocks(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a BlockMask.from_kv_blocks of lists of blocks that may be parts."""
+
+    @functools.wraps(own)
+    def from_kv_blocks(*args: Any, **kwargs: Any) -> Any:
+        view = current_view()
+        if view is not None:
+            with without_view():
+                args, kwargs = changed(view.gather, (args, kwargs))
+        return own(*args, **kwargs)
+
+    return from_kv_blocks
 
 
 def _of_heads(tensors: tuple[Tensor, ...], score_mod: Any, options: Any) -> Part | None:

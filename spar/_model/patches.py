@@ -28,7 +28,7 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from . import collectives, subclasses, threads
 from .bodies import redirected
-from .flex import intercepting, making_masks
+from .flex import intercepting, making_masks, of_whole_blocks
 from .gradients import average_inputs
 from .groups import check_results
 from .nested import changed, tensors_in
@@ -109,6 +109,8 @@ def _install(view: View) -> None:
     if flex is not None:
         _restore.enter_context(redirected(flex.flex_attention, intercepting))
         _restore.enter_context(redirected(flex.create_block_mask, making_masks))
+        of_blocks = flex.BlockMask.from_kv_blocks.__func__
+        _restore.enter_context(redirected(of_blocks, of_whole_blocks))
     _restore.enter_context(view.library.around())
     # Dynamo cannot trace a view: compiled modules run as they are.
     if "torch._dynamo" in sys.modules:

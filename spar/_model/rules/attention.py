@@ -51,7 +51,7 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
             return None
         part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
-        return _of_samples(call, asked, part)
+        return _of_samples(call, asked, part) or _of_exchanged(call, asked, part)
     is_own = part.dim == dims - 2 and part_of(asked.key) is part_of(asked.value) is part_of(q)
     if is_own and asked.attn_mask is None and sum(size > 0 for size in part.sizes) < 2:
         return _on_one_rank(call, asked, part)
@@ -63,12 +63,22 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
 
 def _moved_back(plan: Plan, part: Part) -> Plan:
     """Let the result be the queries' part, as what it is added to is."""
-    run = plan.run
+    run, found = plan.run, plan.part
+    assert isinstance(found, Part)
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        return moved(mark(run(*args, **kwargs), part.plain), part)
+        return moved(mark(run(*args, **kwargs), found), part)
 
     return plan._replace(part=part, run=attend)
+
+
+def _of_exchanged(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
+    """Attend by tokens where queries alone are parts of heads, which are as many."""
+    keys = part_of(asked.key)
+    if keys is None or keys.dim != asked.query.dim() - 2 or whole_shape(asked.query)[-2] != keys.whole:
+        return None
+    plan = _of_tokens(call, asked, keys.plain)
+    return plan and _moved_back(plan, part)
 
 
 def _of_samples(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
@@ -110,9 +120,11 @@ def _on_one_rank(call: FunctionCall, asked: _Attention, part: Part) -> Plan:
 def _of_tokens(call: FunctionCall, asked: _Attention, part: Part) -> Plan | None:
     q, k, v, mask = asked[:4]
     (keys, values), dims = [part and part.plain for part in (part_of(k), part_of(v))], q.dim()
-    if keys is not None and keys.dim != dims - 2:
-        return None
     length = whole_shape(k)[-2]
+    if keys is not None and keys.dim != dims - 2:
+        if length != part.whole:
+            return None
+        keys = values = part  # of heads, as a transpose of as many tokens makes them
     amount = shared(2 * whole_numel(q) * length, part)
     rows = whole_shape(mask)[-2] if mask is not None and mask.dim() > 1 else 1
     if rows not in (1, part.whole):
