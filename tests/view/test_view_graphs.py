@@ -178,6 +178,11 @@ TAKEN: dict[str, Function] = {
         x.index_add(0, i[:0], s[:0]),
         x.new_zeros(N, F).index_add_(0, i, s),
     ),
+    "rows that values broadcast to": lambda x, y, s, i: (
+        x.index_put((i,), s[:, :1], accumulate=True),
+        (y * 1).index_put_((i,), s[:, :1], accumulate=True),
+        x.t().index_put((i % F,), y[:, 0], accumulate=True),
+    ),
     "few": lambda x, y, s, i: x.new_zeros(2, F).index_reduce_(0, i % 2, s, "amax", include_self=False),
 }
 

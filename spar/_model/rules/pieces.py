@@ -130,10 +130,9 @@ def select(call: FunctionCall, part: Part) -> Plan | None:
     if dim != part.dim:
         return Plan(part.at(part.dim - (dim < part.dim)))
     row = _row(part, call.get(2, "index"))
-    taken = None if row is None else _taken(call.input, part, row)
-    if taken is None:
+    if row is None or is_distributed(call.input):
         return None
-    _, take = taken
+    _, take = listed(part, [row])
     return Plan(run=lambda x, *_, **__: take(x).select(dim, 0))
 
 

@@ -80,18 +80,20 @@ def _arguments(call: FunctionCall) -> _Scatter | None:
 def written(call: FunctionCall) -> Plan | None:
     """Write along another dim than that of the tokens, of which each rank writes its own."""
     (dim,) = call.dims(call.input, call.get(1, "dim"))
-    return _along_other(call, dim)
+    return _along_other(call, dim, call.get(2, "index"))
 
 
-def _along_other(call: FunctionCall, dim: int) -> Plan | None:
+def _along_other(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
     """Return a plan if another dim than `dim` is sharded; None if a tensor is not as long there."""
-    x, index = call.input, call.get(2, "index")
+    x = call.input
     each = [t for t in call.tensors if t.dim() == x.dim() and (t is not index or index.dim() > 1)]
     part = next((part for part in map(part_of, [x, *each]) if part is not None), None)
     if part is None or part.dim == dim or (call.is_inplace and part_of(x) is None):
         return None
     if any(whole_shape(t)[part.dim] != part.whole for t in each) or any(map(is_distributed, call.tensors)):
         return None
+    if any(0 < t.dim() < x.dim() for t in call.tensors if t is not index):
+        return None  # values that broadcast to rows
     alike = {id(t) for t in each}
     return Plan(part, moves_to(call, [(t, part if id(t) in alike else None) for t in call.tensors]))
 
@@ -99,7 +101,7 @@ def _along_other(call: FunctionCall, dim: int) -> Plan | None:
 @rule(f"{_SCATTERS} {_INDEXED} {_PUTS}")
 def scattered(call: FunctionCall) -> Plan | None:
     found = _arguments(call)
-    if found is not None and (plan := _along_other(call, found.dim)) is not None:
+    if found is not None and (plan := _along_other(call, found.dim, found.index)) is not None:
         return plan
     if found is None or len(call.tensors) != 3 or any(map(is_distributed, call.tensors)):
         return None
@@ -107,10 +109,10 @@ def scattered(call: FunctionCall) -> Plan | None:
     shape, of_source, part = whole_shape(x), part_of(source), part_of(x)
     if x.dim() != source.dim() or found.shape != whole_shape(source):
         return None
-    if not found.is_sum and (
-        [*shape[:dim], *shape[dim + 1 :]] != [*found.shape[:dim], *found.shape[dim + 1 :]]
-        or not x.is_floating_point()
-    ):
+    is_as_wide = [*shape[:dim], *shape[dim + 1 :]] == [*found.shape[:dim], *found.shape[dim + 1 :]]
+    if not is_as_wide and not (found.is_sum and found.is_of_items):
+        return None
+    if not found.is_sum and not x.is_floating_point():
         return None
     of_source = of_source or parts.part(dim, (found.shape[dim],))
     if of_source.dim != dim or (part is not None and part.dim != dim):

@@ -98,22 +98,25 @@ def listed(part: Part, runs: Sequence[range], result: Part | None = None) -> tup
         found.append([run for start, size in places for run in _sliced(runs, start, size)])
     wanted = [[piece for run in of_rank for piece in within(*_span(run), 0, part.whole)] for of_rank in found]
     gathered = _taking(part, wanted, f"{count} listed rows")
-    own, at = list[range](), 0  # where these are in what is gathered
-    for run in found[parts.rank]:
-        first, size = _span(run)
-        own.append(range(at + run.start - first, at + run[-1] - first + run.step, run.step))
-        at += size
+    own = found[parts.rank]
+    spans = [_span(run)[1] for run in own]
 
     def take(x: Tensor, fill: float = 0.0) -> Tensor:
         y = gathered(x, fill)
         if all(run.step == 1 for run in own):
             return y
-        if len(own) == 1 and own[0].step > 0:
-            return y[(slice(None),) * dim + (slice(own[0].start, own[0].stop, own[0].step),)]
-        places = [torch.arange(run.start, run.stop, run.step, device=x.device) for run in own]
-        return in_order_of(y.index_select(dim, torch.cat(places)), x)
+        # Nothing is saved for backward, as a checkpoint would compute more again on ranks that save more.
+        pieces = y.split(spans, dim) if len(own) > 1 else [y]
+        pieces = [_stepped(piece, dim, run.step) for piece, run in zip(pieces, own, strict=True)]
+        return in_order_of(torch.cat(pieces, dim), x) if len(own) > 1 else pieces[0]
 
     return result, take
+
+
+def _stepped(x: Tensor, dim: int, step: int) -> Tensor:
+    """Return every so many rows, from the first on, or from the last on if they are counted back."""
+    x = x.flip(dim) if step < 0 else x
+    return x[(slice(None),) * dim + (slice(None, None, abs(step)),)]
 
 
 def _span(run: range) -> tuple[int, int]:
