@@ -149,10 +149,17 @@ class RowExchange(Exchange):
     __slots__ = ("adds", "maps")
 
     def __init__(
-        self, name: str, group: Group | Place, maps: RowMaps, adds: bool, records: bool = False
+        self,
+        name: str,
+        group: Group | Place,
+        maps: RowMaps,
+        adds: bool,
+        records: bool = False,
+        note: str = "",
     ) -> None:
         args = maps.args(group.world)
-        super().__init__(name, group, tuple(map(swapped, args) if adds else args), records=records)
+        args = list(map(swapped, args)) if adds else args
+        super().__init__(name, group, tuple(args), records=records, note=note)
         self.maps, self.adds = maps, adds
 
     @property
@@ -164,7 +171,7 @@ class RowExchange(Exchange):
         return RowExchange(backward_of(self.name), self.group, self.maps, not self.adds)
 
     def _recorded_as(self, name: str) -> RowExchange:
-        return RowExchange(name, self.group, self.maps, self.adds, True)
+        return RowExchange(name, self.group, self.maps, self.adds, True, self.note)
 
     def apply(self, inputs: Tensors) -> Tensors:
         """Run it, and record it if a tensor needs a gradient."""
@@ -177,7 +184,8 @@ class RowExchange(Exchange):
     def _put_in_graph(self, sent: Tensors) -> Tensors:
         if self.group.world == 1:
             return sent
-        return in_graph(Exchange(self.name, self.group, self.args, records=must_record(sent)), sent)
+        records = must_record(sent)
+        return in_graph(Exchange(self.name, self.group, self.args, records=records, note=self.note), sent)
 
     def shapes(self, inputs: Tensors) -> list[list[int]]:
         return self.maps.shapes(inputs, self.adds)

@@ -46,6 +46,7 @@ class RowPlan:
         own, zeros: how many rows the table has of these.
         unused: how many own rows there are, if no entry is one of them, nor zeros; else 0.
         parts: the rows of each tensor that is received.
+        note: which plan it is, in words, as others may have rows of the same sizes.
     """
 
     local: Tensor
@@ -56,6 +57,7 @@ class RowPlan:
     zeros: int
     unused: int
     parts: tuple[int, ...]
+    note: str = ""
 
     @property
     def received(self) -> int:
@@ -124,6 +126,7 @@ def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
         zeros=int(padding),
         unused=own if is_other.all() else 0,
         parts=parts,
+        note=f"plan of call {getattr(call.group, 'calls', 0)}",
     )
 
 
@@ -137,7 +140,7 @@ def _checked(call: Arguments, total: int, padding: bool) -> Tensor:
             raise call.error("index", value, "one with values, outside of compiled code")
     if index.dtype not in (torch.int32, torch.int64):
         raise call.type_error("index", f"a tensor of {index.dtype}", "torch.int64 or torch.int32")
-    flat = index.detach().reshape(-1).to(torch.int64)
+    flat = index.detach().reshape(-1).to(torch.int64).contiguous()
     if flat.numel():
         low, high = [int(end) for end in flat.aminmax()]
         if low < least or high >= total:

@@ -148,7 +148,7 @@ class Rows:
             known = None if is_dynamo_compiling() else self._exchanges.get((name, dims))
             if known is not None and known.group is group:
                 return known
-            made = RowExchange(name, group, RowMaps(plan, dims, selects), adds)
+            made = RowExchange(name, group, RowMaps(plan, dims, selects), adds, note=plan.note)
             if not is_dynamo_compiling():
                 self._exchanges[name, dims] = made
             return made

@@ -178,6 +178,10 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     for call, given, kind, text in calls:
         with pytest.raises(kind if wrong else spar.MismatchError, match=text):
             call(*given) if wrong else call(x[:2] if call == rows.add else x)
+    first = torch.tensor([sum(layout.sizes[:r]) for r in range(world)])
+    mine = [layout.rows(index) for index in (first, first + 1)][rank > 0]  # of equal sizes
+    with pytest.raises(spar.MismatchError, match=r"calls differ .* in plan of call"):
+        mine.gather(layout.shard(torch.zeros(layout.total), 0))
     with pytest.raises(spar.MismatchError, match="calls differ"):
         layout.rows(torch.arange(4 if wrong else 2)).gather(x) if wrong else rows.gather(x)
     assert_same(rows.gather(layout.index()), fine)
