@@ -155,7 +155,7 @@ def test_fsdp2_before_and_after_sharding(ranks: Ranks, compiled: bool) -> None:
     ranks(2, in_one_way, check_fsdp, compiled)
 
 
-def check_adapters(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_adapters(rank: int, world: int, group: Group) -> None:
     from peft import LoraConfig
 
     def add(model: nn.Module) -> None:
@@ -172,16 +172,15 @@ def check_adapters(rank: int, world: int, group: Group, compiled: bool) -> None:
     assert (
         sum(bool(gradient.any()) for gradient in expected[1:]) == 16
     )  # A and B of two layers of two attentions
-    enable(model, group, compiled)
-    enable(later, group, compiled)
+    parallelize(model, group)
+    parallelize(later, group)
     add(later)
     for adapted in (model, later):
         compare(trained(adapted, wan_inputs(), group), expected, adapted)
 
 
-@both_ways
-def test_adapters_added_before_and_after_sharding(ranks: Ranks, compiled: bool) -> None:
-    ranks(2, in_one_way, check_adapters, compiled)
+def test_adapters_added_before_and_after_sharding(ranks: Ranks) -> None:
+    ranks(2, check_adapters)
 
 
 class Training(nn.Module):

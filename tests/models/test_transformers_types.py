@@ -47,14 +47,13 @@ def test_types_are_right(ranks: Ranks, task: str, kind: str) -> None:
     assert outcomes[0].share < 0.9, outcomes[0]
 
 
-ONE_GRAPH = "gemma3_text gpt_oss qwen3_next t5gemma"
+ONE_GRAPH = "gemma3_text gpt_oss qwen3_next"
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", ONE_GRAPH.split())
 def test_types_are_one_graph(ranks: Ranks, kind: str) -> None:
-    task = "causal" if kind != "t5gemma" else "seq2seq"
-    for outcome in [Outcome(*each) for each in ranks(WORLD, compare, task, kind, "model")]:
+    for outcome in [Outcome(*each) for each in ranks(WORLD, compare, "causal", kind, "model")]:
         assert outcome.result == "right" and outcome.compiled == "one graph", outcome
 
 
