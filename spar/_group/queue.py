@@ -160,6 +160,7 @@ class Queue:
             with self._changed:
                 self._jobs.popleft()
                 self._ended += 1
+                job.over = True  # before a later call, which reads no lock, finds that there is no queue
                 if not self._jobs:
                     job.group.queue = None
                     _busy.discard(self)
