@@ -24,10 +24,11 @@ import transformers
 import trl
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from trees import VOCABULARY, make_model
 
 import spar.integrations.trainer
 
-VOCABULARY, LONGEST, END = 2048, 128, 0
+LONGEST, END = 128, 0
 
 
 class Step(NamedTuple):
@@ -148,19 +149,6 @@ def make_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     end = text_of([END])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=end, eos_token=end)
-
-
-def make_model(width: int) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def same_for_parts(call: FunctionCall) -> Plan:
 
 @rule("new_zeros new_ones new_full new_empty", uneven=True)
 def new(call: FunctionCall) -> Plan:
-    """Make a part of a shape that begins as that of the part, up to its tokens: other values go into it."""
+    """Make a part if all sizes up to the dim of the tokens are those of the whole."""
     part, size, function = call.part, call.get(1, "size"), call.function
     is_listed = isinstance(size, (list, tuple))
     shape = list(size) if is_listed else call.sizes(1, "size")
