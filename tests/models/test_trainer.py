@@ -207,7 +207,12 @@ def test_sequence_groups_train_as_one_process(two: Ranks, name: str, tmp_path: P
         trainers.check_same(found, expected, case.get("tolerance", 1e-5))
 
 
-@pytest.mark.parametrize("name", CASES)
+# Several groups change batches, sums and samplers; these cases differ by the model or an option alone.
+ALIKE = ["label smoothing", "in order", "one long sample", "extra columns", "metrics of inputs", "classes"]
+ALIKE += ["several sets, and before training", "masked tokens", "bf16", "checkpointed", "LoRA"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ALIKE])
 def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str, tmp_path: Path) -> None:
     case = CASES[name]
     expected = two(2, run_ranks, tmp_path, case, 1)[0]
@@ -215,7 +220,7 @@ def test_data_parallel_groups_train_as_ranks(two: Ranks, four: Ranks, name: str,
         trainers.check_same(found, expected, case.get("tolerance", 1e-5))
 
 
-@pytest.mark.parametrize("name", ["padded", "packed", "uneven last batches"])
+@pytest.mark.parametrize("name", ["uneven last batches"])
 def test_one_sequence_group_of_all_ranks(four: Ranks, name: str, tmp_path: Path) -> None:
     expected = run(tmp_path, CASES[name])
     for found in four(4, run_ranks, tmp_path, CASES[name], 4):

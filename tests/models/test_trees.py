@@ -181,9 +181,8 @@ def check_same_gradients(model: Any, one: Any, group: Group, limit: float) -> No
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_models(pool: Ranks, world: int, name: str) -> None:
-    pool(world, check, name, {})
+def test_models(pool: Ranks, name: str) -> None:
+    pool(3, check, name, {})
 
 
 @pytest.mark.parametrize(
