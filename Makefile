@@ -35,7 +35,7 @@ help:
 	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-compile  run the tests that torch.compile takes seconds in (ARGS= goes to pytest)'
-	@echo 'make test-core  run the tests in C by gcc and clang and under sanitizers (ARGS= goes to pytest)'
+	@echo 'make test-core  run the tests in C by clang and under sanitizers (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-trainers  run the tests with other trainers, each in build/trainers (ARGS= goes to pytest)'
 	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
@@ -113,9 +113,9 @@ test-compile: build .venv/.test
 test-benchmarks: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) tests/benchmarks $(ARGS)
 
-# Also with clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
+# With clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
 test-core: build .venv/.test
-	@CORE_BUILDS='plain clang address thread' CUDA_ARCHITECTURES='75 80 90 100 120' \
+	@CORE_BUILDS='clang address thread' CUDA_ARCHITECTURES='75 80 90 100 120' \
 	$(BIN)/pytest -n $(WORKERS) tests/core/test_core.py tests/gpu/test_cuda_libraries.py $(ARGS)
 
 test-models: build .venv/.test .venv/.models

@@ -2,7 +2,7 @@
 """Run tests/c/*.c: the core without Python; measure the time of a plan.
 
 CORE_BUILDS names the builds: plain, or any of plain, clang, address and thread, of which `make test-core` has
-all. The CUDA device runs over the stand-ins of helpers/standins.py.
+the last three. The CUDA device runs over the stand-ins of helpers/standins.py.
 """
 
 from __future__ import annotations

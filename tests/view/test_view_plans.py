@@ -84,4 +84,4 @@ def _is_kept(x: Any) -> bool:
 
 
 def test_plans_hold_no_tensors(ranks: Ranks) -> None:
-    ranks(3, check_plans)
+    ranks(2, check_plans)
