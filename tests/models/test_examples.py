@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -40,12 +42,60 @@ def check(folder: Path, world: int, name: str, arguments: list[str], *proved: st
         ("transformers_train.py", ["--dp", "2", "--fsdp", "--steps", "6"], "dp 2 x cp 2, FSDP2"),
         ("vision_language.py", ["--steps", "6"], "proved: a stock Qwen3-VL learns the same over 4 ranks"),
         ("packed.py", [], "packed documents as one process does one by one"),
+        (
+            "gpus.py",
+            ["--dp", "2", "--check", "--dtype", "float32", "--steps", "1"],
+            "2 dp x 2 cp on cpu; shm",
+        ),
         ("rl.py", ["--dp", "2", "--fsdp"], "proved: GRPO learns the same over 4 ranks"),
         ("rl.py", ["--tree"], "4 ranks, which share prefix trees, as in one process"),
     ],
 )
 def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: Path) -> None:
     check(tmp_path, 4, name, arguments, proved)
+
+
+def apply(hunk: str, script: str) -> str:
+    """Return the script with a hunk of a diff applied."""
+    lines = hunk.splitlines(keepends=True)
+    old, new = ("".join([line[1:] for line in lines if line[0] in kinds]) for kinds in (" -", " +"))
+    assert script.count(old) == 1, hunk
+    return script.replace(old, new)
+
+
+def losses_of(folder: Path, world: int, script: str) -> list[float]:
+    program = folder / f"{world}.py"
+    program.write_text(BATCHES + re.sub(r".*torch\.cuda\..*\n", "", script))
+    launch(run_example, world, folder, str(program), [])
+    return [float(x) for x in re.findall(r"loss (\S+)", (folder / "printed 0").read_text())]
+
+
+BATCHES = """
+import torch
+ids = torch.arange(150)[None] * 7 % 53
+batches = [{"input_ids": ids, "labels": ids}] * 2
+"""
+
+
+def test_guide_from_one_gpu_leads_to_the_losses_of_one(tmp_path: Path) -> None:
+    """The plain script and, on two ranks, the one after all steps of the guide; both on CPUs."""
+    page = (llms.DOCS / "from-one-gpu.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    whole = functools.reduce(
+        lambda done, hunk: apply(hunk, done), re.findall(r"```diff\n(.*?)```", page, re.S), script
+    )
+    llms.maker("llama")().save_pretrained(tmp_path / "model")
+    changes = {
+        "FOLDER": str(tmp_path / "model"),
+        "cpu:gloo,cuda:nccl": "gloo",
+        '"cuda"': '"cpu"',
+        "(1, 8)": "(1, 2)",
+    }
+    for written, instead in changes.items():
+        script, whole = script.replace(written, instead), whole.replace(written, instead)
+    one, two = losses_of(tmp_path, 1, script), losses_of(tmp_path, 2, whole)
+    assert len(one) == 2 and one[1] < one[0] and one == pytest.approx(two, rel=0.01)
+    assert "gradient_checkpointing_enable" in whole and "fully_shard(module" in whole
 
 
 def test_trainer_proves(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ COMPILED_ONLY = {
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     ("diffusers.md", 0): "a pipeline of diffusers: tests/models/test_evaluation.py runs this block",
     ("diffusers.md", 1): "downloads weights; tests/models/test_diffusers.py makes the same calls",
-    ("gpu.md", 0): "initializes the process group: test_script_for_gpus_runs",
+    ("from-one-gpu.md", 0): "a model of transformers: tests/models/test_examples.py runs it after each step",
     ("multimodal.md", 0): "downloads weights; tests/models/test_multimodal.py makes the same calls",
     ("diffusers.md", 2): "compiles a model of diffusers: tests/models/test_diffusers_use.py",
     ("diffusers.md", 3): "an autoencoder of diffusers: tests/models/test_diffusers_vae.py",
@@ -514,29 +514,3 @@ def test_examples_run(world: int, page: str, tmp_path: Path) -> None:
     printed = "".join((tmp_path / f"printed.{rank}").read_text() for rank in range(world))
     differences = [float(x) for x in re.findall(r"within (\S+) of one process", printed)]
     assert len(differences) == world and max(differences) < 1e-4, printed
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> Path:
-    """The script of docs/gpu.md, for CPUs and fewer tokens."""
-    (text,) = PAGES["gpu.md"]
-    for written, instead in (
-        ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', "pass"),
-        ('"cpu:gloo,cuda:nccl"', '"gloo"'),
-        ("tokens = dist.group.WORLD, 32_768", "tokens = dist.group.WORLD, 33"),
-    ):
-        assert text.count(written) == 1
-        text = text.replace(written, instead)
-    (tmp_path / "train.py").write_text(text.replace('"cuda"', '"cpu"').replace("1024", "64"))
-    return tmp_path / "train.py"
-
-
-def test_script_for_gpus_runs(train: Path) -> None:
-    """Two ranks on CPUs print the losses of one process."""
-    losses = []
-    for world in (1, 2):
-        launch(run_example, world, train.parent, train)
-        printed = (train.parent / "printed.0").read_text()
-        losses.append([float(x) for x in re.findall(r"step \d: loss (\S+)", printed)])
-        assert ("Transport(name='shm'" in printed) == (world == 2), printed
-    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=0.01)
