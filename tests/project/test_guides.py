@@ -45,6 +45,7 @@ COMPILED_ONLY = {
     ("README.md", 1): "ends the process group: test_examples_run",
     ("attention.md", 1): "ends the process group: test_examples_run",
     ("attention.md", 5): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
+    ("does-it-fit.md", 0): "a model of transformers: tests/models/test_plan_memory.py",
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     ("diffusers.md", 0): "a pipeline of diffusers: tests/models/test_evaluation.py runs this block",
     ("diffusers.md", 1): "downloads weights; tests/models/test_diffusers.py makes the same calls",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -233,17 +234,19 @@ def test_work_is_that_of_the_blocks_of_a_ring(world: int, causal: bool) -> None:
         assert len(shards(numbers, world)) == world
 
 
-def test_figures_of_a_way() -> None:
-    """They are of the rank with the most, and a step has all layers."""
+@pytest.mark.parametrize("kind", ["even", "zigzag"])
+def test_figures_of_a_way(kind: str) -> None:
+    """Bytes are of one rank, which sends the most in a step; other columns of the rank with the most."""
     layer = replace(BASE, ranks=4, tokens=66)
-    of_ranks = [exchanged(layer, "ring", "zigzag", rank) for rank in range(4)]
-    way = evaluate(layer, "ring", "zigzag")
-    assert way.forward == max(one.forward for one in of_ranks)
-    assert way.backward == max(one.backward for one in of_ranks)
+    of_ranks = [exchanged(layer, "ring", kind, rank) for rank in range(4)]
+    way = evaluate(layer, "ring", kind)
+    assert (way.forward, way.backward) == (of_ranks[way.rank].forward, of_ranks[way.rank].backward)
+    assert way.step == 3 * (way.forward + way.backward)
     assert way.step == 3 * max(one.forward + one.backward for one in of_ranks)
-    assert way.held == max(one.held for one in of_ranks)
-    assert (way.tokens, way.activations) == (17, 3 * BATCH * 17 * 32 * 4)
-    assert evaluate(replace(layer, batch=6), "ring", "zigzag").step == 3 * way.step
+    assert way.held == max(one.held for one in of_ranks) == of_ranks[way.held_rank].held
+    assert (way.tokens, way.tokens_rank, way.activations) == (17, 0, 3 * BATCH * 17 * 32 * 4)
+    assert (way.work_rank, way.work > 1.5) == ((3, True) if kind == "even" else (way.work_rank, False))
+    assert evaluate(replace(layer, batch=6), "ring", kind).step == 3 * way.step
 
 
 def test_plans_of_many_ranks_are_those_of_some() -> None:
@@ -337,9 +340,39 @@ def test_recommended_call_names_what_is_not_the_default(capsys: pytest.CaptureFi
     assert 'SequenceLayout.even(4000), window=(99, 99), method="gather")' in text and "hybrid" not in text
 
 
+def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 32000, "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["plan", "--ranks", "2", "--tokens", "4096", "--model", str(tmp_path), "--shards", "4"]
+    assert main([*given, "--device-memory", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("4 heads, 2 key heads, width 16, bfloat16") and "FSDP2 over 4 ranks" in text
+    assert main([*given, "--json"]) == 0
+    plain, checkpoints, tiles = json.loads(capsys.readouterr().out)["memory"]
+    parameters = 2 * (3 * 64 * 160 + 2 * 6 * 16 * 64) + 2 * 32000 * 64
+    assert plain["state"] == 4 * parameters and checkpoints["logits"] == 12 * 2048 * 32000
+    assert plain["peak"] > checkpoints["peak"] > tiles["peak"]
+    (longest,) = re.findall("tokens that fit +[0-9,]+ +([0-9,]+) ", text)
+    tokens = longest.replace(",", "")
+    for more, fits in ((0, "yes"), (2048, "no")):
+        given[4] = str(int(tokens) + more)
+        assert main([*given, "--device-memory", "0.5"]) == 0
+        assert re.search(rf"fits in .* +\w+ +{fits} +yes", capsys.readouterr().out)
+    assert main([*given, "--heads", "4"]) == 2
+    assert "--heads is passed beside --model" in capsys.readouterr().err
+    for name, value in (("model_type", "gpt2"), ("vocab_size", "many")):
+        (tmp_path / "other.json").write_text(json.dumps(config | {name: value}))
+        assert main([*given[:-3], str(tmp_path / "other.json")]) == 2
+        assert f"{value!r}; expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--ranks", "2", "--tokens", "8", "--model", __file__], "cannot be read: Expecting value"),
+        (["--ranks", "2", "--tokens", "8", "--model", "x", "--shards", "0"], "--shards is 0; expected at"),
+        (["--ranks", "2", "--tokens", "8", "--device-memory", "0"], "--device-memory is 0; expected GB"),
         (["--ranks", "0", "--tokens", "8"], "--ranks is 0; expected 1 to 1024"),
         (["--ranks", "2"], "neither --tokens nor the lengths of --documents are passed"),
         (["--ranks", "2", "--tokens", "-1"], "--tokens is -1; expected 1 to 67108864"),

@@ -6,10 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..printing import count_text, size_text, table
+from .config import Model
 from .layer import Layer
+from .memory import USABLE, Use
 from .ways import Way, planned_ranks, recommended
 
-HEADER = ("method", "layout", "forward", "backward", "step", "held", "activations", "work")
+HEADER = ("method", "layout", "rank", "forward", "backward", "step", "held", "activations", "work")
+
+ROWS = {
+    "parameters, gradients, Adam": "state",
+    "gathered by FSDP2": "gathered",
+    "embeddings, whole": "embeddings",
+    "exchanges": "exchanges",
+    "kept until backward": "kept",
+    "a layer in backward": "layer",
+    "logits": "logits",
+    "peak": "peak",
+}
 
 
 def text_of(layer: Layer, ways: Sequence[Way]) -> str:
@@ -31,6 +44,19 @@ def call_of(way: Way, layer: Layer) -> str:
     window = f", window={layer.sides}" if layer.sides else ""
     layout = f"spar.SequenceLayout.{way.layout}({lengths})"
     return f"spar.attention(q, k, v, {layout}{causal}{mask}{window}{method})"
+
+
+def memory_text(model: Model, layer: Layer, way: Way, used: Sequence[Use], shards: int, device: float) -> str:
+    """Return the memory of a rank as a table with a column for each savings."""
+    rows: list[Sequence[str]] = [("", *[use.name for use in used])]
+    for text, name in ROWS.items():
+        rows.append((text, *[size_text(getattr(use, name)) for use in used]))
+    fits = ["yes" if use.peak <= USABLE * device else "no" for use in used]
+    rows.append((f"fits in {USABLE:.0%} of {size_text(device)}", *fits))
+    rows.append(("tokens that fit", *[f"{use.longest(layer.tokens, device):,}" for use in used]))
+    title = f"memory of rank {way.tokens_rank}, which has the most tokens ({way.tokens:,} of a sequence), by "
+    title += f"{way.method} over {way.layout}; {model.parameters / 1e9:.2f}e9 parameters, FSDP2 over "
+    return f"{title}{count_text(shards, 'rank')}\n{table(rows, range(1, len(used) + 1))}"
 
 
 def _title(layer: Layer) -> str:
@@ -57,10 +83,10 @@ def _table(ways: Sequence[Way]) -> str:
     for way in ways:
         name = f"{way.method}{' *' if way.default else ''}"
         if way.refused:
-            rows.append((name, way.layout, *["-"] * 6))
+            rows.append((name, way.layout, *["-"] * 7))
             continue
         sizes = way.forward, way.backward, way.step, way.held, way.activations
-        rows.append((name, way.layout, *map(size_text, sizes), f"{way.work:.2f}"))
+        rows.append((name, way.layout, str(way.rank), *map(size_text, sizes), f"{way.work:.2f}"))
     return table(rows, range(2, len(HEADER))) + "\n* what spar.attention chooses for the layout"
 
 

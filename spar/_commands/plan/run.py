@@ -10,10 +10,12 @@ from dataclasses import asdict
 
 import torch
 
-from ..printing import progress
+from ..printing import GIB, progress
 from ..ranks import UsageError, squarest
+from .config import Model, read_model
 from .layer import Layer, drawn_documents
-from .report import call_of, text_of
+from .memory import uses
+from .report import call_of, memory_text, text_of
 from .ways import Way, evaluate, planned_ranks, recommended, ways_of
 
 MOST_RANKS = 1024
@@ -23,29 +25,43 @@ MOST_ITEMS = 2**50  # queries have: strides and bytes of all ranks are 64-bit in
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 SUMMARY = "show what each method and layout costs for a model's attention, before anything runs"
+DEFAULTS = {"heads": 32, "width": 128, "layers": 1}
+OF_MODEL = ("heads", "key_heads", "width", "layers", "hidden")
 DESCRIPTION = """\
 Show what the ways to share a sequence cost: for each method of spar.attention and each layout the bytes that
 a rank sends, what it holds, and how evenly the work lies. It needs no process group and no GPU: the exchanges
-of spar.attention are planned as in training, but for no data.
+of spar.attention are planned as in training, but for no data. With --model it adds the memory of a rank.
 
   python -m spar plan --ranks 8 --tokens 131072 --heads 32 --key-heads 8 --width 128 --layers 32
   python -m spar plan --ranks 8 --tokens 131072 --documents mean=2000
+  python -m spar plan --ranks 8 --tokens 262144 --model config.json
 
-- forward, backward: bytes that a rank sends to others in one layer; step: in both, in all layers.
+- rank: the one that sends the most in a step. forward, backward: bytes that it sends to others in one layer;
+  step: in both, in all layers.
 - held: K and V that exchanges brought, at once in forward. Gather and ulysses keep theirs until backward.
 - activations: the hidden states of a rank's tokens between all layers, as checkpoints of layers keep them.
 - work: pairs of a query and a key that it attends to, on the busiest rank, as a multiple of the mean.
 
-Each figure is that of the rank with the most."""
+held, activations and work are each of the rank with the most; --json names it."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="that share the sequence")
     parser.add_argument("--tokens", type=int, help="of the whole sequence; by default those of --documents")
-    parser.add_argument("--heads", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="a config.json, a folder with one, or a name that transformers has on this machine: sizes and "
+        "memory are those of this model",
+    )
+    parser.add_argument("--shards", type=int, help="ranks over which FSDP2 shards --model (default: --ranks)")
+    parser.add_argument(
+        "--device-memory", type=float, default=80.0, metavar="GB", help="of a device (default: %(default)s)"
+    )
+    parser.add_argument("--heads", type=int, help="(default: 32)")
     parser.add_argument("--key-heads", type=int, help="of K and V (default: --heads)")
-    parser.add_argument("--width", type=int, default=128, help="of a head (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--width", type=int, help="of a head (default: 128)")
+    parser.add_argument("--layers", type=int, help="(default: 1)")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default="bfloat16", help="of activations (default: %(default)s)"
     )
@@ -67,9 +83,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    model = _model_of(args)
     layer = layer_of(args)
     ways = plan(layer)
     best, why = recommended(ways)
+    used = [] if model is None else uses(model, layer, best, args.shards)
     if args.json:
         facts = {**asdict(layer), "dtype": args.dtype, "documents": list(layer.documents)}
         call = {"method": best.method, "layout": best.layout, "call": call_of(best, layer), "reason": why}
@@ -78,11 +96,35 @@ def run(args: Namespace) -> int:
             "planned_ranks": planned_ranks(layer.ranks),
             "ways": [asdict(way) for way in ways],
             "recommended": call,
+            "memory": [{**asdict(use), "peak": use.peak} for use in used],
         }
         print(json.dumps(whole, indent=1))
     else:
         print(text_of(layer, ways))
+        if model is not None:
+            print(f"\n{memory_text(model, layer, best, used, args.shards, args.device_memory * GIB)}")
     return 0
+
+
+def _model_of(args: Namespace) -> Model | None:
+    """Return the model of --model; set the sizes that it or nobody passed in the arguments."""
+    passed = [name for name in OF_MODEL if getattr(args, name) is not None]
+    args.shards = args.ranks if args.shards is None else args.shards
+    if args.model is not None:
+        _check("shards", args.shards)
+    if not args.device_memory > 0:
+        raise UsageError(f"--device-memory is {args.device_memory:g}; expected GB, more than 0")
+    if args.model is None:
+        for name, size in DEFAULTS.items():
+            setattr(args, name, size if getattr(args, name) is None else getattr(args, name))
+        return None
+    if passed:
+        name = passed[0].replace("_", "-")
+        raise UsageError(f"--{name} is passed beside --model, which has it; expected one of them")
+    model = read_model(args.model)
+    for name in OF_MODEL:
+        setattr(args, name, getattr(model, name))
+    return model
 
 
 def plan(layer: Layer) -> list[Way]:

@@ -14,7 +14,7 @@ from ..._exchange.layouts import Layout, shards
 from ...ops.heads import Heads, heads_of_ranks
 from ...sequence_layout import SequenceLayout, numbers_of
 from ..printing import size_text
-from .exchanges import Traffic, exchanged
+from .exchanges import exchanged
 from .layer import HYBRID, OF_DOCUMENTS, Layer, placed
 
 # Of more ranks than MOST so many are planned: each takes a second or so where there are hundreds.
@@ -25,18 +25,22 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Way:
-    """A method over a layout, and its cost: of the rank that sends, holds or computes most.
+    """A method over a layout, and its cost.
 
     Attributes:
         method, layout: their names.
         default: whether `spar.attention` chooses this method for the layout.
         refused: why `spar.attention` raises; empty if it does not. The rest is then 0.
-        forward, backward: bytes that a rank sends in one layer.
-        step: bytes that a rank sends in forward and backward of all layers.
-        held: bytes of K and V that exchanges brought, held at once in forward.
-        tokens: of a rank.
-        activations: bytes of the hidden states of a rank's tokens between all layers.
+        rank: the one that sends the most in a step.
+        forward, backward: bytes that this rank sends in one layer.
+        step: bytes that it sends in forward and backward of all layers.
+        held: bytes of K and V that exchanges brought, held at once in forward, on the rank with the most.
+        held_rank: that rank.
+        tokens: of the rank with the most.
+        tokens_rank: that rank.
+        activations: bytes of the hidden states of its tokens between all layers.
         work: pairs of queries and keys of the busiest rank, as a multiple of the mean.
+        work_rank: that rank.
         notes: what else is to be known.
     """
 
@@ -44,13 +48,17 @@ class Way:
     layout: str
     default: bool = False
     refused: str = ""
+    rank: int = 0
     forward: int = 0
     backward: int = 0
     step: int = 0
     held: int = 0
+    held_rank: int = 0
     tokens: int = 0
+    tokens_rank: int = 0
     activations: int = 0
     work: float = 0.0
+    work_rank: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -70,30 +78,39 @@ def planned_ranks(world: int) -> list[int]:
 def evaluate(layer: Layer, method: str, kind: str) -> Way:
     layout = placed(layer, kind, 0).layout
     default = chosen_method(layout, layout, layer.heads) == method
+    ranks = planned_ranks(layer.ranks)
     try:
-        traffic = [exchanged(layer, method, kind, rank) for rank in planned_ranks(layer.ranks)]
+        traffic = [exchanged(layer, method, kind, rank) for rank in ranks]
     except ValueError as error:
         return Way(method, kind, default, refused=_reason(error))
-    forward, backward, held = (max(column) for column in zip(*map(_numbers, traffic), strict=True))
-    each = max([one.forward + one.backward for one in traffic])
-    tokens, work = max(layout.sizes), work_of(layer, method, layout)
+    sends, most = _largest([one.forward + one.backward for one in traffic])
+    holds, held = _largest([one.held for one in traffic])
+    tokens_rank, tokens = _largest(layout.sizes)
+    pairs = work_of(layer, method, layout)
+    busiest, work = _largest(pairs)
     return Way(
         method,
         kind,
         default,
-        forward=forward,
-        backward=backward,
-        step=layer.layers * each,
+        rank=ranks[sends],
+        forward=traffic[sends].forward,
+        backward=traffic[sends].backward,
+        step=layer.layers * most,
         held=held,
+        held_rank=ranks[holds],
         tokens=tokens,
+        tokens_rank=tokens_rank,
         activations=layer.layers * layer.batch * tokens * layer.hidden * layer.dtype.itemsize,
-        work=max(work) * len(work) / max(sum(work), 1),
+        work=work * len(pairs) / max(sum(pairs), 1),
+        work_rank=busiest,
         notes=tuple(_notes(layer, method, kind)),
     )
 
 
-def _numbers(traffic: Traffic) -> tuple[int, int, int]:
-    return traffic.forward, traffic.backward, traffic.held
+def _largest(numbers: Sequence[int]) -> tuple[int, int]:
+    """Return the place of the largest number, the first of equal ones, and the number."""
+    most = max(numbers)
+    return numbers.index(most), most
 
 
 def _reason(error: ValueError) -> str:
