@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .._deprecated import outside_level
 from .._exchange.arguments import Arguments, Key, ranks_of
 from .._group.group import Call, Group
 from .._group.registry import by_process_group, place_of
@@ -64,6 +66,7 @@ _REPLACEMENTS = {
     "enable_gqa": "nothing, as k and v may have fewer heads than q",
     "group": "layout, which has the group",
 }
+_warned = False  # of dims that no shape tells apart
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -103,8 +106,8 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     attend: Attend | str | None = None,
-    seq_dim: int = 1,
-    head_dim: int = 2,
+    seq_dim: int | None = None,
+    head_dim: int | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -126,8 +129,8 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     attend: Attend | str | None = None,
-    seq_dim: int = 1,
-    head_dim: int = 2,
+    seq_dim: int | None = None,
+    head_dim: int | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -149,8 +152,8 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     attend: Attend | str | None = None,
-    seq_dim: int = 1,
-    head_dim: int = 2,
+    seq_dim: int | None = None,
+    head_dim: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute scaled dot product attention over a sequence that is sharded by a layout.
@@ -200,8 +203,9 @@ def attention(
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
             query, as flash_attn aligns them. Or the name of a kernel that returns a log-sum-exp, which each
             method can use: docs/attention.md lists them. None: torch's for ulysses, else the first that can.
-        seq_dim: where S is, among the first three dims of q, k, v and the output.
-        head_dim: where H is, likewise.
+        seq_dim: where S is, among the first three dims of q, k, v and the output; 1 by default.
+        head_dim: where H is, likewise; 2 by default. Where this rank has as many tokens as heads, pass both:
+            no shape tells `[B, S, H, D]` from torch's `[B, H, S, D]` then, and a warning says so.
         return_lse: whether to return the log-sum-exp of the scores of each query and head, too, that of a
             sink among them: by it outputs over other keys are merged. Not with dropout_p or a function.
 
@@ -366,6 +370,10 @@ def _decided(
         request = _cast(request, dtype)
         call.input = request.q
     problem = checked(call, request, hashes)
+    if request.seq_dim is request.head_dim is None and not torch.compiler.is_compiling():
+        sizes = problem.shapes.tokens, problem.shapes.heads, problem.shapes.key_heads
+        if sizes[0] > 1 and len(set(sizes)) == 1:
+            _warn_of_dims(request.q.shape)
     if method is None and groups is None:
         method = chosen_method(request.queries, request.keys, problem.shapes.heads)
     if method not in _METHODS and groups is None:
@@ -382,6 +390,19 @@ def _decided(
     decide, count = _METHODS[str(method)]
     exchanges = 0 if problem.keys is None else _until_next(count(call.world))
     return Attention(decide(problem), problem.mask, exchanges)
+
+
+def _warn_of_dims(shape: torch.Size) -> None:
+    """Warn, once in a process, that q may be `[B, H, S, D]`: both dims have one size."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"attention: q is of shape {list(shape)} and read as [B, S, H, D]. This rank has as many "
+            "tokens as heads, so it may also be [B, H, S, D]: pass seq_dim=2, head_dim=1 for that, "
+            "else seq_dim=1, head_dim=2",
+            stacklevel=outside_level(),
+        )
 
 
 def _layout_error(layout: object, q: object) -> TypeError:

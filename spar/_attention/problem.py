@@ -45,6 +45,7 @@ class Request(NamedTuple):
         bias: what is added to the scores.
         attend: the caller's kernel, which applies all this itself.
         kernel: the name of one of spar's kernels; None chooses one.
+        seq_dim, head_dim: those of S and H; None: 1 and 2.
         computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
     """
 
@@ -65,8 +66,8 @@ class Request(NamedTuple):
     dropout_p: float
     method: str | None
     kernel: str | None
-    seq_dim: int
-    head_dim: int
+    seq_dim: int | None
+    head_dim: int | None
     returns_lse: bool
     computes: bool = True
 
@@ -229,10 +230,10 @@ def _checked_shapes(call: Arguments, request: Request) -> Shapes:
         call.beside(x, name)
     if not q.dtype.is_floating_point:
         raise call.type_error("q", f"a tensor of {q.dtype}", "a floating dtype")
-    seq, head = call.dim("seq_dim", request.seq_dim), call.dim("head_dim", request.head_dim)
+    seq = call.dim("seq_dim", 1 if request.seq_dim is None else request.seq_dim)
+    head = call.dim("head_dim", 2 if request.head_dim is None else request.head_dim)
     if seq == head or 3 in (seq, head):
-        expected = "two different dims before the last"
-        raise call.error("seq_dim", f"{request.seq_dim} and head_dim is {request.head_dim}", expected)
+        raise call.error("seq_dim", f"{seq} and head_dim is {head}", "two different dims before the last")
     batch, as_given = 3 - seq - head, [3, 3, 3, 3]
     as_given[batch], as_given[head], as_given[seq] = 0, 1, 2
     _check_tokens(call, "q", q, (seq, head), queries)

@@ -190,6 +190,6 @@ def _inner_attention(
         raise ValueError(f"{WHERE}: score_mod is {score_mod!r:.200}; expected None")
     layout, spans = attention_masks
     attend: Any = functools.partial(attention, q, k, v, layout, method=method, scale=scale)
-    attend = functools.partial(attend, causal=is_causal and spans is None, mask=spans)
+    attend = functools.partial(attend, causal=is_causal and spans is None, mask=spans, seq_dim=1, head_dim=2)
     out: Tensor = attend() if out_transform is None else out_transform(*attend(return_lse=True))
     return out

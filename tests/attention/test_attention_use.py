@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spar
 from spar import SequenceLayout
+from spar._attention import attention as attention_module
 
 pytestmark = [pytest.mark.one_transport, pytest.mark.long]
 
@@ -346,6 +349,27 @@ def check_cross_attention(rank: int, world: int, group: Group) -> None:
 
 def test_cross_attention_and_dims(ranks: Ranks) -> None:
     ranks(3, check_cross_attention)
+
+
+def check_ambiguous_dims(rank: int, world: int, group: Group) -> None:
+    """Of 4 tokens and 4 heads no shape tells which is which: the first call without dims warns."""
+    layout = SequenceLayout.even(8, group)
+    x, few = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
+    with mock.patch.object(attention_module, "_warned", False), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        spar.attention(x, few, few, layout)  # key heads tell
+        spar.attention(x, x, x, layout, seq_dim=2, head_dim=1)
+        spar.attention(x, x, x, layout, seq_dim=1, head_dim=2)
+        assert not seen
+        for causal in (False, True):
+            spar.attention(x, x, x, layout, causal=causal)
+    (warning,) = seen
+    assert "q is of shape [1, 4, 4, 8] and read as [B, S, H, D]" in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_dims_that_no_shape_tells_are_a_warning(ranks: Ranks) -> None:
+    ranks(2, check_ambiguous_dims)
 
 
 def check_dropout(rank: int, world: int, group: Group) -> None:

@@ -215,6 +215,7 @@ def exchanged(part: Part, keys: Part, function: Any = None) -> Callable[..., Ten
         layout = layouts[0] if keys is part else layouts
         options: dict[str, Any] = {"causal": causal, "scale": scale, "method": chosen}
         options |= {"mask": mask if spans is None else spans, "softcap": softcap, "sinks": sinks}
+        options |= {"seq_dim": 1, "head_dim": 2}
         # In memory it is [B, S, H, D], like that of torch's fused kernels: models flatten it without a copy.
         q, k, v = (x.unsqueeze(2) if single else x.transpose(1, 2) for x in (q, k, v))
         with drawing(part.parts, dropout_p):

@@ -97,6 +97,8 @@ def _attended(
             v,
             layouts[0] if keys is part else layouts,
             method=method,
+            seq_dim=1,
+            head_dim=2,
             attend=lambda q, k, v: kernel(query=q, key=k, value=v, **_of_heads(whole, view, q, heads)),
         )
     return mark(out, part)
