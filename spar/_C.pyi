@@ -169,6 +169,7 @@ class Turn:
 
 class Mode:
     _is_watching: bool
+    _place: bytes
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, /
     ) -> Any: ...

@@ -193,6 +193,26 @@ static PyObject *mode_word(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromLongLong(spar_place(hashes));
 }
 
+static PyObject *mode_place(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBytes_FromStringAndSize((const char *)((mode_object *)self)->place,
+                                     sizeof((mode_object *)self)->place);
+}
+
+static int mode_set_place(PyObject *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    char *bytes = NULL;
+    Py_ssize_t size = 0;
+    mode_object *mode = (mode_object *)self;
+    if (!value || PyBytes_AsStringAndSize(value, &bytes, &size) < 0 || size != sizeof mode->place) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "_place: expected what it was before");
+        return -1;
+    }
+    memcpy(mode->place, bytes, sizeof mode->place);
+    return 0;
+}
+
 static PyObject *mode_code_of(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(func))
 {
     return PyLong_FromLong(0);
@@ -258,6 +278,7 @@ static PyMemberDef mode_members[] = {
 
 static PyGetSetDef mode_getset[] = {
     {"word", mode_word, NULL, "what the code has run, as an exchange's word: csrc/plan/place.h", NULL},
+    {"_place", mode_place, mode_set_place, "the hashes of what the code has run, to set them back", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

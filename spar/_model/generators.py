@@ -10,6 +10,8 @@ import ctypes
 import random
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +53,21 @@ def draws_since(before: States, device: torch.device) -> list[tuple[int, int]]:
     if now.numpy != before.numpy and before.numpy:  # NumPy was imported before.
         found.append((_NUMPY, now.numpy))
     return [(field, zlib.crc32(state)) for field, state in found]
+
+
+@contextmanager
+def restored(device: torch.device) -> Iterator[None]:
+    """Set the default generators back at the end."""
+    numpy: Any = sys.modules.get("numpy.random")
+    of_python, of_numpy = random.getstate(), numpy and numpy.get_state()
+    kind = None if device.type in ("cpu", "meta") else device.type
+    try:
+        with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy:
+            numpy.set_state(of_numpy)
 
 
 def states_of(kwargs: dict[str, Any]) -> list[int]:

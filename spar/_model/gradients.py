@@ -87,13 +87,13 @@ class _Gathered(torch.autograd.Function):
 
 def register_hook(parts: Parts, x: Tensor, hook: Hook) -> Any:
     """Call `Tensor.register_hook` with a hook that gets the whole gradient."""
-    part = part_of(x)
+    part, group = part_of(x), parts.group
 
     @functools.wraps(hook, updated=())  # torch's errors name it
     def of_whole(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # The loss does not use this result.
             return hook(gradient)
-        with Call(ranks_of(parts.group, ""), "a hook of a gradient", MOST_EXCHANGES, gradient.device.type):
+        with Call(ranks_of(group, ""), "a hook of a gradient", MOST_EXCHANGES, gradient.device.type):
             whole = mean_of_shares(parts, gradient) if part is None else _whole(gradient, part)
             version = whole._version
             result = hook(whole)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .part import in_memory_order, memory_order, whole_shape
+from .memory import in_memory_order, memory_order
+from .part import whole_shape
 from .spans_mask import SpansMask
 
 # Attributes of a hollow tensor: the part, and the list of those like it that are free.

@@ -18,9 +18,9 @@ from .._exchange.arguments import Arguments, apply_together, ranks_of
 from .._exchange.layouts import swapped
 from .._exchange.row_exchange import RowExchange, RowMaps
 from .._exchange.row_plan import RowPlan
-from .memory import version_of
+from .memory import in_order_of, version_of
 from .moving import runs_of
-from .part import Part, Parts, in_order_of
+from .part import Part, Parts
 
 _NAME = "a sharded model"
 _MOST = 64  # of what is known in a forward

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of torch functions share memory with their input, on parts and if nothing is sharded."""
+"""How tensors lie in memory, and which results share it with an input, on parts and if nothing is sharded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .nested import tensors_in
@@ -54,3 +56,22 @@ def _is_basic(index: Any) -> bool:
 def version_of(x: Tensor) -> int | None:
     """Return how often a tensor was changed; None for inference tensors, which do not count it."""
     return None if x.is_inference() else x._version
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """Return the dims of a part, from the outermost in memory to the innermost."""
+    # Of dims of one stride, the inner one has size 1 or 0 here.
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
+
+
+def in_order_of(out: Tensor, x: Tensor) -> Tensor:
+    """Return a contiguous tensor with its dims in memory as those of x, as it would be in one process."""
+    order = memory_order(x)
+    return out if order == sorted(order) else in_memory_order(out, order)
+
+
+def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a copy without gaps whose dims are in this order in memory, the outermost first."""
+    dense = x.permute(list(order)).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(dim) for dim in range(len(order))])

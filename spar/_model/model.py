@@ -43,6 +43,7 @@ from .patches import enter_inputs, intercepted, reentered, refuse_pickles
 from .places import explain, forget_parameters, number_parameters
 from .report import Report, warn_caller
 from .spans_mask import SpansRead
+from .tiles import check_tile, runs_of
 from .view import View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
@@ -59,6 +60,7 @@ def sharded(
     layout: str | LayoutOf = "even",
     inputs: Sequence[str] = (),
     outputs: str = "whole",
+    tile: int | None = None,
     strict: bool = False,
     library: Library = NO_LIBRARY,
     report: Report | None = None,
@@ -88,6 +90,7 @@ def sharded(
     inputs = inputs if isinstance(inputs, str) else tuple(inputs)
     if isinstance(inputs, str) or not all(isinstance(name, str) for name in inputs):
         raise TypeError(f"{where}: inputs is {inputs!r:.200}; expected names of the forward's arguments")
+    check_tile(tile, where)
     if method == "hybrid" and layout != "even":
         raise ValueError(f'{where}: method is "hybrid", whose layout is its own; expected no layout')
     found = find_blocks(model, blocks, where)
@@ -99,7 +102,7 @@ def sharded(
     view = View(parts, strict, library, outputs == "parts")
     view.report = view.report if report is None else report
     layout_of = None if isinstance(layout, str) else layout
-    vars(model)[_STATE] = _Sharded(model, view, found, layout_of, inputs)
+    vars(model)[_STATE] = _Sharded(model, view, found, layout_of, inputs, tile)
     return view.report
 
 
@@ -154,13 +157,14 @@ class _Sharded:
         blocks: dict[str, torch.nn.Module],
         layout_of: LayoutOf | None,
         inputs: Sequence[str],
+        tile: int | None,
     ) -> None:
-        self.model, self.view, self.inputs = model, view, inputs
+        self.model, self.view, self.inputs, self.tile = model, view, inputs, tile
         self.batches = BatchParts(view.parts, layout_of)
         self.agreement = Agreement(view.parts.group, model)
         self.compiled = Compiled(view)
         _disable_run()
-        self.is_alone = view.parts.world == 1
+        self.is_alone = view.parts.world == 1 and tile is None
         self.compiles = False  # in the newest forward
         self.is_whole = False  # whether forwards run as in one process, for a comparison
         inner = {name: block for name, block in blocks.items() if block is not model}
@@ -173,10 +177,8 @@ class _Sharded:
         self.forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # modules, what they had, what they have
         for name, module in inner.items():
             self._replace(module, functools.partial(_BlockForward, name))
-        for module in model.modules():
-            run = view.library.run_of(module)
-            if run is not None:
-                self._replace(module, functools.partial(_LeafForward, run))
+        for module, run in runs_of(model, blocks.values(), view.library, tile):
+            self._replace(module, functools.partial(_LeafForward, run))
         self._replace(model, _model_forward())
 
     def _replace(self, module: torch.nn.Module, kind: Any) -> None:
@@ -340,8 +342,10 @@ class _ModelForward(_Forward):
                 "call unparallelize on it: the outer model's sharding has it too",
             )
         if torch._C._current_graph_task_id() < 0:  # else a checkpoint runs a forward again, in one way
-            sharded.compiles = not view.recording
+            sharded.compiles = not view.recording and sharded.tile is None
         backend = None if asked is None or not sharded.compiles else _backends[asked]
+        if asked is not None and sharded.tile is not None:
+            view.report.add_eager(sharded.model, "its modules run on tiles")
         if sharded.compiles:
             view.backend_of = functools.partial(backend_of, backend)
         with Call(ranks_of(view.parts.group, ""), "a sharded model's forward", MOST_EXCHANGES) as call:

@@ -12,7 +12,8 @@ from .._exchange.gathering import gather_pieces
 from .._exchange.layouts import Piece
 from ..ops.all_to_all import all_to_all
 from .dtensors import is_distributed
-from .part import Part, in_order_of, mark, part_of
+from .memory import in_order_of
+from .part import Part, mark, part_of
 
 
 def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:

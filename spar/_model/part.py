@@ -18,6 +18,7 @@ from .._exchange.layouts import pieces, shards
 from ..sequence_layout import SequenceLayout, numbers_of
 from ..topology.groups_by_name import ParallelState
 from . import dtensors
+from .memory import in_order_of
 from .nested import tensors_in
 
 _T = TypeVar("_T")
@@ -97,10 +98,7 @@ class Part:
     ) -> None:
         self.parts = parts
         self.dim, self.lengths, self.outer, self.inner, self.padding = dim, lengths, outer, inner, padding
-        self.runs: list[tuple[int, int]] = []
-        for at, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-            self.runs += [(at + start, size) for start, size in parts.runs(length)]
-        self.held = sum(size for _, size in self.runs)
+        self.runs, self.held = parts.runs_of(lengths), parts.held(lengths)
         self.whole = outer * sum(lengths) * inner + sum(padding)
         self.local = outer * self.held * inner + self._padded(parts.rank)
         self._shards: dict[tuple[int, ...], Shard] = {}
@@ -133,6 +131,11 @@ class Part:
         """The part of the same dim with even numbers of rows on the ranks, if this one is uneven."""
         even = self.parts.part(self.dim, (self.whole,))
         return even if max(self.sizes) > _UNEVEN * max(even.sizes) else self
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether each rank has rows."""
+        return self.parts.is_tile or all(self.sizes)
 
     @property
     def is_padded(self) -> bool:
@@ -244,7 +247,10 @@ class Parts:
     Attributes:
         given: the layout of sequences of its length; None if all are of one kind.
         is_in_order: whether each rank has one run of each sequence, in the order of the ranks.
+        is_tile: whether they are tiles of this rank's parts (`TileParts`).
     """
+
+    is_tile = False
 
     def __init__(
         self,
@@ -267,6 +273,7 @@ class Parts:
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
         self.moves: dict[tuple[Part, Part, int], GatherPlan | None] = {}  # the plans of `moved`
         self.indexes: dict[tuple[object, ...], Any] = {}  # of this forward: what `rows_of` has found
+        self.tiles: dict[tuple[tuple[int, ...], int], Any] = {}  # `TileParts`, by their lengths and size
 
     def __deepcopy__(self, memo: object) -> Parts:
         return self
@@ -275,6 +282,7 @@ class Parts:
         """Drop what was found for lengths that may not come again."""
         self._layouts.clear()
         self.moves.clear()
+        self.tiles.clear()
 
     def part(
         self,
@@ -322,6 +330,15 @@ class Parts:
         layout, rank = numbers_of(self.layout((length,)), 0), self.rank if rank is None else rank
         return [(run.start, run.size) for run in pieces(layout, self.world, rank)]
 
+    def runs_of(self, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return this rank's runs of sequences that are joined, in all of which their starts count."""
+        starts = accumulate(lengths, initial=0)
+        return [
+            (at + start, size)
+            for at, length in zip(starts, lengths, strict=False)
+            for start, size in self.runs(length)
+        ]
+
     def held(self, lengths: tuple[int, ...], rank: int | None = None) -> int:
         """Return how many tokens of sequences a rank has; by default this rank."""
         return sum(size for length in lengths for _, size in self.runs(length, rank))
@@ -340,6 +357,9 @@ class Parts:
         kept = [flat.narrow(dim, start, size) for start, size in part.runs or [(0, 0)]]
         out = kept[0] if len(kept) == 1 else torch.cat(kept, dim)
         return mark(out if part.is_plain else out.flatten(part.dim, part.dim + 2), part)
+
+    def check_by_token(self, name: str) -> None:
+        """Raise if a function that is not computed token by token cannot run."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the whole of a tensor of which each rank has its part; ranks' gradients are summed."""
@@ -385,25 +405,6 @@ def placement(layout: SequenceLayout) -> SequenceLayout:
     held = shards(numbers_of(layout, 0), layout.group.size())
     runs = [[(run.start, run.start + run.size) for run in own] for own in held]
     return SequenceLayout.of_runs(runs, layout.group)
-
-
-def memory_order(x: Tensor) -> list[int]:
-    """Return the dims of a part, from the outermost in memory to the innermost."""
-    # Of dims of one stride, the inner one has size 1 or 0 here.
-    strides = x.stride()
-    return sorted(range(x.dim()), key=lambda dim: (-strides[dim], x.shape[dim] < 2))
-
-
-def in_order_of(out: Tensor, x: Tensor) -> Tensor:
-    """Return a contiguous tensor with its dims in memory as those of x, as it would be in one process."""
-    order = memory_order(x)
-    return out if order == sorted(order) else in_memory_order(out, order)
-
-
-def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a copy without gaps whose dims are in this order in memory, the outermost first."""
-    dense = x.permute(list(order)).clone(memory_format=torch.contiguous_format)
-    return dense.permute([order.index(dim) for dim in range(len(order))])
 
 
 def part_of(x: Any) -> Part | None:

@@ -156,7 +156,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _BY_ELEMENT and part is not None:
         with without_view():
             return mark(call(*args, **kwargs), part)
-    rows = _BY_ROW.get(name, ()) if part is not None and part.dim == 0 and all(part.sizes) else ()
+    rows = _BY_ROW.get(name, ()) if part is not None and part.dim == 0 and part.is_everywhere else ()
     if part is not None and rows and all(part_of(args[i]) in (None, part) for i in rows):
         return _by_row(view, call, part, args, rows)
 

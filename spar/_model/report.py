@@ -48,6 +48,17 @@ class RanEagerly(NamedTuple):
         return f"{self.block} x{self.blocks}: {self.reason}"
 
 
+class Tiled(NamedTuple):
+    """Modules of a class that `tile` let run by tiles; or, with a reason, that run at once."""
+
+    module: str
+    reason: str
+    modules: int
+
+    def __str__(self) -> str:
+        return f"{self.module} x{self.modules}" + (f": {self.reason}" if self.reason else "")
+
+
 class Report:
     """Of the first forward.
 
@@ -57,11 +68,15 @@ class Report:
         functions: those that ran whole on each rank, with the line of the model that called each.
         eager: blocks that torch.compile was to compile in a later forward, and why they run eagerly.
         why_by_block: why a model that torch.compile was to compile is not one graph, but compiled by block.
+        tiled: modules that run by tiles, of these and later forwards.
+        untiled: modules with modules inside that do not, and why; without those that would save nothing.
     """
 
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
         self._eager: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # blocks, by their identity
+        self._tiled: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # modules, by their identity
+        self.runs_again = False  # whether code runs on a further tile
         self.why_by_block: list[str] = []
         self.warned = False
         self._convolved_whole = False  # images or videos, in a block
@@ -77,6 +92,14 @@ class Report:
         return [RanEagerly(*key, len(blocks)) for key, blocks in self._eager.items()]
 
     @property
+    def tiled(self) -> list[Tiled]:
+        return [Tiled(*key, len(modules)) for key, modules in self._tiled.items() if not key[1]]
+
+    @property
+    def untiled(self) -> list[Tiled]:
+        return [Tiled(*key, len(modules)) for key, modules in self._tiled.items() if key[1]]
+
+    @property
     def share(self) -> float:
         return _quotient(*self._work[True])
 
@@ -86,14 +109,18 @@ class Report:
         return _quotient(*(a + b for a, b in zip(*self._work.values(), strict=True)))
 
     def add(self, work: tuple[int, int], in_block: bool) -> None:
-        for i, amount in enumerate(work):
-            self._work[in_block][i] += amount
+        local, whole = work
+        self._work[in_block][0] += local
+        self._work[in_block][1] += 0 if self.runs_again else whole
 
     def ran_whole(self, name: str, in_block: bool) -> None:
         self._whole[name, place_of_caller(), in_block] += 1
 
     def add_eager(self, block: torch.nn.Module, reason: str) -> None:
         self._eager[type(block).__name__, reason].add(id(block))
+
+    def add_tiled(self, module: torch.nn.Module, reason: str) -> None:
+        self._tiled[type(module).__name__, reason].add(id(module))
 
     def add_by_block(self, reason: str) -> None:
         if reason not in self.why_by_block:
@@ -118,6 +145,8 @@ class Report:
             lines.append('  for rows of images or videos, pass blocks=[""] to spar.parallelize')
         lines += [f"  compiled by block, not as one graph: {each}" for each in self.why_by_block]
         lines += [f"  eager, not compiled: {each}" for each in self.eager]
+        lines += [f"  by tiles: {each}" for each in self.tiled]
+        lines += [f"  not by tiles: {each}" for each in self.untiled]
         lines += [f"  whole {'in a block' if w.in_block else 'outside blocks'}: {w}" for w in self.functions]
         return "\n".join(lines)
 

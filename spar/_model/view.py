@@ -108,6 +108,25 @@ class View(Mode, TorchFunctionMode):
             self.parts.indexes.clear()
             self._watch()
 
+    @contextmanager
+    def on_tile(self, parts: Parts, aliases: Aliases, place: bytes | None) -> Iterator[None]:
+        """Enter the view, which was left, for code that runs on a tile.
+
+        place: what the code is to have run for the other ranks, if it ran on a tile before.
+        """
+        before, self.parts, self._aliases = (self.parts, self._aliases), parts, aliases
+        self.report.runs_again = place is not None
+        self._watch()
+        try:
+            with self:
+                yield
+        finally:
+            self.parts, self._aliases = before
+            self.report.runs_again = False
+            self._watch()
+            if place is not None:
+                self._place = place
+
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Return the part of a whole tensor, that blocks receive in its place."""
         self.check_stale("a block", x, as_part=True)
@@ -219,7 +238,7 @@ class View(Mode, TorchFunctionMode):
         step.may_copy = not plan.moves and isinstance(base, Tensor) and function.name in MAY_SHARE
         step.writes = function.is_inplace
         step.makes = function.name in MAKING and plan.part is None
-        if key is None or plan.moves or plan.becomes is not None:
+        if key is None or plan.moves or plan.becomes is not None or (step.writes and self.parts.is_tile):
             return
         rest = step if step.copies or step.may_copy or step.writes or step.makes else None
         if not was_bound:
@@ -335,6 +354,7 @@ class View(Mode, TorchFunctionMode):
 
     def _whole(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name, written = function.name, function.written(args, kwargs)
+        self.parts.check_by_token(name)
         if any(map(is_uneven, tensors_in(args, kwargs))) and not any(map(is_uneven, written)):
             return self._on_copies(name, self._in_view(func), args, kwargs, copied=self._even)
         body = body_of(func)
@@ -415,6 +435,7 @@ class View(Mode, TorchFunctionMode):
         for x in given:
             self.check_stale(name, x)
         if has_part(given):
+            self.parts.check_by_token(name)
             self._note_whole(name, why)
         out = run_whole(self.parts, self._aliases, name, call, args, kwargs, **options)
         self._watch()

@@ -67,7 +67,7 @@ def _of_rows(own: Callable[..., Any]) -> Callable[..., Any]:
 def _rows(inputs: Any, dims: int) -> Part | None:
     """Return the part that an input is along one of its first dims, if each rank has rows; else None."""
     parts = [part for x in tensors_in(inputs) if (part := part_of(x)) is not None]
-    return next((part for part in parts if part.dim < dims and part.is_plain and all(part.sizes)), None)
+    return next((part for part in parts if part.dim < dims and part.is_plain and part.is_everywhere), None)
 
 
 def _own(x: Tensor, part: Part) -> Tensor:

@@ -26,6 +26,7 @@ def parallelize(
     inputs: Sequence[str] = (),
     outputs: str = "whole",
     blocks: Sequence[str] | None = None,
+    tile: int | None = None,
     strict: bool = False,
 ) -> Report:
     """Shard the sequence of any torch model over the ranks of a group, in each later forward.
@@ -59,6 +60,11 @@ def parallelize(
             `[N, C, H, W]` or videos `[N, C, T, H, W]` each rank has rows, or columns where rows are few; of
             sounds `[N, C, L]`, a part of the length. None: the elements of each
             outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
+        tile: the tokens of a tile, of each sequence of the batch. Modules that compute each token alone, such
+            as MLPs, experts and norms, then run on tiles of this rank's tokens, and backward runs each tile
+            again: what they compute inside is never whole. Values are the same; weights' gradients are sums
+            over tiles, in float32 where weights have 16 bits, and cannot be differentiated again. Which
+            modules do is decided where each first runs; the report has them. The model is not compiled.
         strict: whether a function inside blocks that would run whole raises.
 
     Returns:
@@ -66,7 +72,7 @@ def parallelize(
 
     Raises:
         ValueError: the model is parallelized already or wrapped, or has no such blocks; an autoencoder has no
-            2-D or 3-D convolutions, as one of sound. The model is unchanged.
+            2-D or 3-D convolutions, as one of sound; tile is no int from 1. The model is unchanged.
         TypeError: model is no module.
         ImportError: the model is of diffusers, whose version lacks a name that spar uses.
     """
@@ -89,13 +95,15 @@ def parallelize(
             layout=layout,
             inputs=inputs,
             outputs=outputs,
+            tile=tile,
             strict=strict,
             library=LIBRARIES,
         )
     if method == "hybrid":
         raise ValueError(f'{where}: method is "hybrid"; expected another for an autoencoder, of rows')
-    if inputs or (layout, outputs) != ("even", "whole"):
-        raise ValueError(f"{where}: layout, inputs or outputs are given; expected none for an autoencoder")
+    if inputs or (layout, outputs, tile) != ("even", "whole", None):
+        given = "layout, inputs, outputs or tile are given"
+        raise ValueError(f"{where}: {given}; expected none for an autoencoder")
     if blocks is not None:
         raise ValueError(
             f"{where}: blocks is {blocks!r}; expected None for an autoencoder, or its decoder as the model"

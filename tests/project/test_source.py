@@ -89,7 +89,7 @@ SIGNATURES = {
     "bias=None, scale=None, dropout_p=0.0, method=None, attend=None, seq_dim=None, head_dim=None, "
     "return_lse=False",
     "parallelize": "model, group=None, method=None, layout='even', inputs=(), "
-    "outputs='whole', blocks=None, strict=False",
+    "outputs='whole', blocks=None, tile=None, strict=False",
     "unparallelize": "model",
     "by_heads": "fn, tensors, layout, parameters=(), like=0, cu_seqlens=False, seq_dim=1, head_dim=2, "
     "tree=None, state=()",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, are_ints, rule
-from ..part import memory_order, part_of, whole_shape
+from ..memory import memory_order
+from ..part import part_of, whole_shape
 
 
 @rule(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...ops.gather import all_gather
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
-from ..part import Part, in_order_of
+from ..memory import in_order_of
+from ..part import Part
 from ..sums import sum_over_ranks
 from .windows import each, on_rows, one_run, windowed
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..call import FunctionCall, Plan, part_rule
-from ..part import Part, memory_order, whole_shape
+from ..memory import memory_order
+from ..part import Part, whole_shape
 from .windows import on_rows
 
 
@@ -56,6 +57,7 @@ def dropout(call: FunctionCall, part: Part) -> Plan | None:
 def feature_dropout(call: FunctionCall, part: Part) -> Plan | None:
     """Drop channels [N, C, ...] of all rows: the same numbers are drawn for any rows."""
     function, dim = call.function, part.dim
+    part.parts.check_by_token("random numbers")
     if dim < 2:
         return None
     return Plan(part, run=lambda x, *args, **kwargs: on_rows(lambda x: function(x, *args, **kwargs), x, dim))
@@ -63,6 +65,7 @@ def feature_dropout(call: FunctionCall, part: Part) -> Plan | None:
 
 def _drawn(part: Part, x: Tensor, draw: Any) -> Tensor:
     """Return this rank's part of what is drawn for an empty tensor of the whole shape."""
+    part.parts.check_by_token("random numbers")
     with torch.no_grad():
         return part.parts.shard(draw(_empty_whole(x)), part).detach()
 

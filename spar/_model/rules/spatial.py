@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
-from ..part import Part, in_order_of
+from ..memory import in_order_of
+from ..part import Part
 from ..report import multiply_adds
 from .products import shared
 from .windows import along, each, format_of, listed, on_rows, one_run, reaching, separate, windowed

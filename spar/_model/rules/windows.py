@@ -12,8 +12,9 @@ from torch import Tensor
 from ..._exchange.arguments import Arguments
 from ..._exchange.gather_plan import ZEROS, plan_pieces, within
 from ..._exchange.gathering import gather_pieces
+from ..memory import in_order_of
 from ..moving import runs_of
-from ..part import Part, in_order_of
+from ..part import Part
 
 Reach = Callable[[int, int], tuple[int, int]]
 Take = Callable[..., Tensor]

@@ -34,7 +34,9 @@ def run_experts(
     tensors = tensors_in(args, kwargs)
     part = part_of(tensors[0]) if tensors else None
     sends = _sends_rows(view, own)
-    if part is None or not all(part.sizes) or not all(_is_of_rows(x, part) for x in tensors):
+    if sends:
+        view.parts.check_by_token("experts of other ranks")
+    if part is None or not part.is_everywhere or not all(_is_of_rows(x, part) for x in tensors):
         if not sends:
             return own(*args, **kwargs)
         for x in tensors:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that run on tiles of a rank's tokens, so that what they compute inside is never whole.
+
+Which modules do is found where each first runs: all that they compute of one tile, they compute of its tokens
+alone, and autograd would save more of it than of the module's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
+
+from .._exchange.observers import have_tangents
+from .._transports.dtypes import PLAIN_TYPES
+from .dtensors import is_distributed
+from .generators import draws_since, restored, states
+from .library import Library, RunModule
+from .nested import tensors_in
+from .part import Part, part_of
+from .tile_parts import NotByToken
+from .tiled_call import TiledCall, inputs_of, is_plain
+from .view import View, without_view
+
+_LEAST_SAVED = 0.5  # of the bytes of the results
+_SAVES_NOTHING = ""  # the reason of modules that would save too little
+
+
+def check_tile(tile: Any, where: str) -> None:
+    """Check the tokens of a tile; None: there are no tiles."""
+    if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile < 1):
+        raise ValueError(f"{where}: tile is {tile!r:.200}; expected the tokens of a tile, an int from 1")
+
+
+def runs_of(
+    model: nn.Module, blocks: Collection[nn.Module], library: Library, tile: int | None
+) -> Iterator[tuple[nn.Module, RunModule]]:
+    """Return modules of a model, and what runs each on parts in place of its forward.
+
+    Tiles may have all but blocks, and what contains one.
+    """
+    outer = {*blocks, model}
+    for module in model.modules():
+        run = library.run_of(module)
+        has_forward = type(module).forward is not nn.Module.forward
+        if tile is not None and has_forward and outer.isdisjoint(module.modules()):
+            run = TiledModule(run, tile)
+        if run is not None:
+            yield module, run
+
+
+class TiledModule:
+    """Runs a module on tiles in place of its forward: a `RunModule`.
+
+    inner: what runs it on parts; None if it runs as any code.
+    size: the tokens of a tile.
+    """
+
+    def __init__(self, inner: RunModule | None, size: int) -> None:
+        self.inner, self.size = inner, size
+        self.reasons: dict[bool, str | None] = {}  # by `training`: why it does not; None: it does
+
+    def __call__(self, view: View, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.inner is None:
+                return own(*args, **kwargs)
+            return self.inner(view, module, own, args, kwargs)
+
+        if view.parts.is_tile or not self._may_tile(view, module, args, kwargs):
+            return run(*args, **kwargs)
+        for x in (inputs := inputs_of(args, kwargs)):
+            view.check_stale("tiles", x)
+        with without_view():
+            call = TiledCall(view, run, module, args, kwargs, self.size)
+            if module.training not in self.reasons:
+                self._decide(view, module, _reason(call, inputs))
+            if self.reasons[module.training] is None:
+                place = view._place
+                try:
+                    return call.forward(inputs)
+                except NotByToken as error:
+                    view._place = place
+                    self._decide(view, module, str(error))
+        return run(*args, **kwargs)
+
+    def _decide(self, view: View, module: nn.Module, reason: str | None) -> None:
+        self.reasons[module.training] = reason
+        if reason is None or (reason != _SAVES_NOTHING and any(module.children())):
+            view.report.add_tiled(module, reason or "")
+
+    def _may_tile(self, view: View, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether this call is one for tiles, unless what is known of the module says otherwise."""
+        if self.reasons.get(module.training) is not None:
+            return False
+        inputs = inputs_of(args, kwargs)
+        parts = [part for x in inputs if (part := part_of(x)) is not None]
+        if not parts or parts[0].held <= self.size or not all(_is_like(part, parts[0]) for part in parts):
+            return False
+        if parts[0].parts is not view.parts or not is_plain((args, kwargs)):
+            return False
+        if maybe_current_level() is not None or any(type(x) not in PLAIN_TYPES for x in inputs):
+            return False
+        weights = [*module.parameters()]
+        if forward_ad._current_level >= 0 and have_tangents([*inputs, *weights]):
+            return False
+        return not any(map(is_distributed, weights)) and not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether modules inside of a module have hooks, which would see tiles."""
+    inner = [each for each in module.modules() if each is not module]
+    return any(
+        x._forward_hooks or x._forward_pre_hooks or x._backward_hooks or x._backward_pre_hooks for x in inner
+    )
+
+
+def _is_like(part: Part, first: Part) -> bool:
+    return part.lengths == first.lengths and not part.is_padded and not part.is_uneven
+
+
+def _reason(call: TiledCall, inputs: list[Tensor]) -> str | None:
+    """Return why a module is not to run on tiles, by its run on the first one; None if it is."""
+    start, size = next(call.ranges())
+    view, place, is_recording = call.view, call.view._place, call.view.recording
+    own = [
+        x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+        for x in call.tile(inputs, start, size)
+    ]
+    saved = _Saved(own, [*call.module.parameters()])
+    view.recording, generators = False, states(view.parts.device)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x)
+    try:
+        with restored(view.parts.device), _attributes_kept(call.module), torch.enable_grad(), hooks:
+            results = tensors_in(call.run_tile(own, size))
+            if draws_since(generators, view.parts.device):
+                return "draws random numbers"
+    except NotByToken as error:
+        return str(error)
+    except Exception as error:  # as in code that reads a part otherwise than by an argument
+        return str(error).split("\n")[0]
+    finally:
+        view.recording, view._place = is_recording, place
+    of_results = sum(x.numel() * x.itemsize for x in results)
+    return None if saved.bytes_without(results) > _LEAST_SAVED * of_results else _SAVES_NOTHING
+
+
+class _Saved:
+    """What autograd saves of a tile beside its arguments and weights, and casts of weights."""
+
+    def __init__(self, inputs: list[Tensor], weights: list[Tensor]) -> None:
+        self.known = {_memory(x) for x in (*inputs, *weights)}
+        self.shapes = {tuple(sorted(x.shape)) for x in weights}
+        self.found: dict[int, int] = {}  # bytes by memory
+
+    def add(self, x: Tensor) -> Tensor:
+        if tuple(sorted(x.shape)) not in self.shapes:
+            self.found[_memory(x)] = x.numel() * x.itemsize
+        return x
+
+    def bytes_without(self, results: list[Tensor]) -> int:
+        known = self.known.union(map(_memory, results))
+        return sum(count for memory, count in self.found.items() if memory not in known)
+
+
+def _memory(x: Tensor) -> int:
+    address: int = x.untyped_storage()._cdata
+    return address
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Raise if code changes attributes of modules, which a run on one tile is not to do; restore them."""
+    before = [(inner, {**vars(inner)}, {**inner._buffers}) for inner in module.modules()]
+    yield
+    changed: set[str] = set()
+    for inner, attributes, buffers in before:
+        for now, then in ((vars(inner), attributes), (inner._buffers, buffers)):
+            names = {name for name in now.keys() | then.keys() if now.get(name) is not then.get(name)}
+            for name in names:
+                now.pop(name, None)
+            now.update({name: then[name] for name in names & then.keys()})
+            changed |= names
+    if changed:
+        raise NotByToken(f"changes its attribute {min(changed)}")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spar.parallelize(tile=): modules run on tiles of tokens, with the values and gradients of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Ranks
+from helpers import llms
+from helpers.averages import gradients
+from helpers.float64 import in_float64
+from helpers.llms import VOCABULARY, adapted, maker, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import spar
+
+PRELOAD = [*llms.PRELOAD, "torch.distributed.fsdp", "peft"]
+POOL = (2, 4)
+Group = dist.ProcessGroup
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+
+
+def step(model: Any, batch: dict[str, Tensor], group: Group) -> tuple[float, list[Tensor]]:
+    """Return the loss and the averaged gradients."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), gradients(model, group)
+
+
+def check_step(
+    make: Callable[[], Any], batch: dict[str, Tensor], group: Group, tile: int, **options: Any
+) -> spar.testing.Report:
+    """Compare two steps with those without tiles."""
+    torch.manual_seed(0)
+    model = make().double().train()
+    plain, tiled = copy.deepcopy(model), model
+    spar.parallelize(plain, group, **options)
+    report = spar.parallelize(tiled, group, tile=tile, **options)
+    with in_float64(type(model)):
+        torch.manual_seed(1)
+        expected = step(plain, batch, group)
+        for _ in range(2):  # the first one finds which modules run on tiles
+            torch.manual_seed(1)
+            loss, found = step(tiled, batch, group)
+            assert abs(loss - expected[0]) < 1e-12
+            for x, y in zip(found, expected[1], strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+    return report
+
+
+CASES: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "llama": (maker("llama", tie_word_embeddings=True), {"LlamaMLP", "LlamaRMSNorm"}),
+    "qwen3 moe": (
+        maker("qwen3 moe", output_router_logits=True, experts_implementation="eager"),
+        {"Qwen3MoeExperts", "Qwen3MoeRMSNorm"},
+    ),
+    "gemma": (maker("Gemma2", final_logit_softcapping=3.0), {"Gemma2MLP", "Gemma2RMSNorm"}),
+    "masked": (
+        maker("BertForMaskedLM", **NO_DROPOUT),
+        {"BertIntermediate", "BertOutput", "BertSelfOutput", "BertOnlyMLMHead"},
+    ),
+    "tokens": (
+        maker("BertForTokenClassification", id2label=dict.fromkeys(range(VOCABULARY), "")),
+        {"BertIntermediate"},
+    ),
+}
+
+
+def check_types(rank: int, world: int, group: Group) -> None:
+    for make, kinds in CASES.values():
+        report = check_step(make, whole(2, 37), group, tile=7)
+        assert {each.module for each in report.tiled} == kinds, report
+
+
+def test_steps_are_exact(pool: Ranks) -> None:
+    pool(2, check_types)
+
+
+def check_sizes(rank: int, world: int, group: Group) -> None:
+    make = maker("llama")
+    for tile, total in ((1, 11), (5, 40), (64, 40)):
+        report = check_step(make, whole(1, total), group, tile)
+        assert bool(report.tiled) == (tile < 40)
+    check_step(make, whole(1, 41), group, 4, layout="zigzag")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tiles_of_all_sizes(pool: Ranks, world: int) -> None:
+    pool(world, check_sizes)
+
+
+def check_checkpoints(rank: int, world: int, group: Group) -> None:
+    """Checkpoints of both kinds run tiles again; a frozen weight receives no gradient."""
+    for is_reentrant in (False, True):
+
+        def make(is_reentrant: bool = is_reentrant) -> Any:
+            model = maker("llama")()
+            model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+            return model
+
+        check_step(make, whole(1, 22), group, 5)
+    report = check_step(adapted, whole(1, 22), group, 5)
+    assert "LlamaMLP" in {each.module for each in report.tiled}
+
+
+def test_checkpoints_and_adapters(pool: Ranks) -> None:
+    pool(2, check_checkpoints)
+
+
+def check_fsdp(rank: int, world: int, group: Group) -> None:
+    """FSDP2 shards an MLP alone, and its layer, in bfloat16."""
+    batch, results = whole(1, 40), []
+    for tile in (None, 6):
+        torch.manual_seed(0)
+        model = maker("llama")().bfloat16()
+        spar.parallelize(model, group, tile=tile)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.model.layers:
+            fully_shard(layer.mlp, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loss = model(**batch).loss
+        loss.backward()
+        results.append([loss.detach(), *[p.grad.full_tensor() for p in model.parameters()]])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
+
+
+def test_fsdp(pool: Ranks) -> None:
+    pool(2, check_fsdp)
+
+
+class Layer(nn.Module):
+    """A layer whose parts must not run on tiles, each for another reason, but for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner: dict[str, nn.Module] = {
+            "fits": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
+            "counts": Counts(),
+            "keeps": Keeps(),
+            "by_length": ByLength(),
+            "drops": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Dropout(0.5), nn.Linear(32, 8)),
+            "is_hooked": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
+        }
+        self.inner = nn.ModuleDict(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inner.values():
+            x = x + module(x)
+        return x + x.cumsum(1) / x.size(1)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).sigmoid() * self.up(x))
+        return out
+
+
+class Counts(Mlp):
+    """Changes a buffer in place."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+
+class Keeps(Mlp):
+    """Keeps an activation for later."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class ByLength(Mlp):
+    """Has positions, and reads the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.size(1), dtype=x.dtype)[:, None] / x.size(1)
+        return super().forward(x + place)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+        self.norm = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Scaled(Mlp):
+    """Divides by the length: that of the sequence, also on a tile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / x.size(1))
+
+
+def check_modules(rank: int, world: int, group: Group) -> None:
+    """What mixes tokens, counts, keeps, draws or is hooked runs at once; all else as in one process."""
+    torch.manual_seed(0)
+    one = Stack().double()
+    tiled, x = copy.deepcopy(one), torch.randn(2, 23, 8, dtype=torch.float64)
+    seen: list[tuple[int, ...]] = []
+    tiled.layers[0].inner["is_hooked"][1].register_forward_hook(lambda *given: seen.append(given[2].shape))
+    report = spar.parallelize(tiled, group, blocks=["layers.*"], tile=4)
+    for _ in range(2):
+        results = []
+        for model in (one, tiled):
+            torch.manual_seed(1)
+            loss = model(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+            results.append([loss.detach(), *gradients(model, group), model.layers[0].inner["counts"].seen])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert seen == 2 * [(2, 23, 32)]
+    assert sorted(each.module for each in report.tiled) == ["Scaled", "Sequential"], report
+    reasons = {each.module: each.reason.split(" at ")[0] for each in report.untiled}
+    assert reasons == {
+        "Counts": "changes an argument, parameter or buffer in place",
+        "Keeps": "changes its attribute kept",
+        "ByLength": "mixes tokens",
+        "Sequential": "has random numbers",
+    }
+    with pytest.raises(RuntimeError, match="ran by tiles, whose gradients cannot"):
+        tiled(x).sum().backward(create_graph=True)
+    spar.unparallelize(tiled)
+    assert "forward" not in vars(tiled.norm)
+    for tile in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"tile is {tile}; expected the tokens of a tile"):
+            spar.parallelize(tiled, group, blocks=["layers.*"], tile=tile)
+
+
+def test_which_modules_run_on_tiles(pool: Ranks) -> None:
+    pool(2, check_modules)
