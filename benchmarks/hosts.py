@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import documents
+import hidden
 import namespaces
 import torch
 import torch.distributed as dist
@@ -83,6 +84,13 @@ def parse(arguments: Sequence[str]) -> Namespace:
         metavar="TOKENS",
         help="instead time a step of attention over documents of so many tokens, by layout",
     )
+    parser.add_argument(
+        "--attention",
+        type=int,
+        metavar="TOKENS",
+        help="instead time how much of the exchanges is hidden in causal attention over so many tokens",
+    )
+    parser.add_argument("--length", type=int, help="of the documents of ulysses in --attention (TOKENS)")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each operation and size (2)")
     options = parser.parse_args(arguments)
     if options.delay and options.rate:
@@ -138,7 +146,12 @@ def measure(options: Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = time_documents(options) if options.documents else time_operations(options, rank, world)
+    if options.attention:
+        rows = hidden.rows(options.attention, options.length or options.attention, TURNS)
+    elif options.documents:
+        rows = time_documents(options)
+    else:
+        rows = time_operations(options, rank, world)
     if rank == 0:
         print(table(rows, tuple(range(1, len(rows[0])))))
         place = f"{options.hosts} hosts of {options.ranks} ranks on {len(os.sched_getaffinity(0))} cores"

@@ -23,6 +23,7 @@ from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
 from .problem import Attend, Problem, Request, checked, hashes_of
 from .ring import forward_exchanges
+from .slices import in_slices, slices_of
 from .spans import Spans
 
 Layouts = SequenceLayout | tuple[SequenceLayout, SequenceLayout | None]
@@ -388,8 +389,10 @@ def _decided(
     if groups is not None:
         return Attention(hybrid(problem, *groups), problem.mask, _until_next(2))
     decide, count = _METHODS[str(method)]
-    exchanges = 0 if problem.keys is None else _until_next(count(call.world))
-    return Attention(decide(problem), problem.mask, exchanges)
+    slices = slices_of(str(method), problem, request)
+    exchanges = 0 if problem.keys is None else _until_next(slices * count(call.world))
+    run = decide(problem) if slices == 1 else in_slices(str(method), problem, slices)
+    return Attention(run, problem.mask, exchanges)
 
 
 def _warn_of_dims(shape: torch.Size) -> None:

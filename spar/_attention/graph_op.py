@@ -132,7 +132,7 @@ def _attend(
     with Call(place, "attention", forward_exchanges(place.world) + 1, device), no_autocast(device):
         ring = _ring(description, place, q, ends)
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out, lse = forward_of(ring, q, k, v, mask, sinks, (), records)
+        out, lse = forward_of(ring, q, k, v, mask, sinks, [], records)
     return [_by_token(out), lse.contiguous(), _number(ring)]
 
 

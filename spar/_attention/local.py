@@ -33,6 +33,7 @@ from .masks import causal_mask, joined, sliced
 from .problem import Problem, Request
 from .ring import Ring, Round, attend_round
 from .scores import Blocks, Scores
+from .sending import Gathering
 from .spans import Spans, with_keywords
 
 # q [B, H, S, D], k [B, K, T, D] and v [B, K, T, E].
@@ -97,10 +98,15 @@ def by_blocks(problem: Problem, first: int, runs: Sequence[Piece]) -> Compute:
     return by_steps(problem, problem.scores(first), blocks_by_runs(problem)(runs, documents_of(problem)))
 
 
-def by_steps(problem: Problem, scores: Scores, *steps: Sequence[Block]) -> Compute:
-    """Attend by blocks of keys that this rank holds: its own or all, and in a second step gathered ones."""
+def by_steps(
+    problem: Problem, scores: Scores, *steps: Sequence[Block], gather: Gathering | None = None
+) -> Compute:
+    """Attend by blocks of keys that this rank holds: its own or all, and in a second step gathered ones.
+
+    gather: what brings these; None: the caller of the result.
+    """
     reports_to, blocks = ALONE if problem.keys is None else problem.group, [tuple(step) for step in steps]
-    return in_ring(Ring(ALONE, Round(tuple(blocks)), scores, reports_to, 1))
+    return in_ring(Ring(ALONE, Round(tuple(blocks)), scores, reports_to, 1, gather=gather))
 
 
 def in_ring(ring: Ring) -> Compute:

@@ -44,6 +44,7 @@ from .local import (
 from .problem import Problem, Request
 from .ring import Ring, backward_exchanges, round_of
 from .scores import Scores
+from .sending import Gathering
 from .travel import Shifts, gathered_by_documents, gathered_by_spans, shifts_by_runs, shifts_by_spans
 
 Run = Callable[[Request], Outs]
@@ -51,13 +52,13 @@ Run = Callable[[Request], Outs]
 Bring = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
-def _permuted(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def permuted(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Return q, k and v as [B, H, S, D]."""
     order = problem.shapes.by_heads
     return q.permute(order), k.permute(order), v.permute(order)
 
 
-def _as_given(problem: Problem, outs: Outs) -> Outs:
+def as_given(problem: Problem, outs: Outs) -> Outs:
     """Return outputs in the caller's order of dims, of which a log-sum-exp has all but the last."""
     order = problem.shapes.as_given
     out = outs[0].permute(order)
@@ -68,7 +69,7 @@ def _with_own_keys(problem: Problem, compute: Compute) -> Run:
     """Attend to the keys that this rank passes, and to those that come meanwhile."""
 
     def run(request: Request) -> Outs:
-        return _as_given(problem, compute(_permuted(problem, *request[:3]), request))
+        return as_given(problem, compute(permuted(problem, *request[:3]), request))
 
     return run
 
@@ -108,15 +109,15 @@ def _by_heads(problem: Problem, exchange: HeadExchange, compute: Compute) -> Run
     has_some = exchange.own[1] < problem.shapes.heads
 
     def run(request: Request) -> Outs:
-        tensors = _permuted(problem, *exchange.scatter(request[:3]))
+        tensors = permuted(problem, *exchange.scatter(request[:3]))
         if has_some and not (request.mask is request.spans is request.sinks is None):
-            request = _of_heads(request, *exchange.own)
-        return tuple(exchange.gather(_as_given(problem, compute(tensors, request))))
+            request = of_heads(request, *exchange.own)
+        return tuple(exchange.gather(as_given(problem, compute(tensors, request))))
 
     return run
 
 
-def _of_heads(request: Request, first: int, count: int) -> Request:
+def of_heads(request: Request, first: int, count: int) -> Request:
     """Return a request with what of the mask, the spans and the sinks belongs to some heads."""
     mask, spans, sinks = request.mask, request.spans, request.sinks
     mask = mask.narrow(1, first, count) if mask is not None and mask.size(1) > 1 else mask
@@ -150,9 +151,9 @@ def _gathering(problem: Problem, bring: Bring, compute: Compute, own_first: bool
     def run(request: Request) -> Outs:
         gathered = bring(request.k, request.v)
         if own_first:
-            return _as_given(problem, compute(_permuted(problem, *request[:3]), request, *gathered))
+            return as_given(problem, compute(permuted(problem, *request[:3]), request, *gathered))
         q = request.q.permute(problem.shapes.by_heads)
-        return _as_given(problem, compute((q, gathered[0], gathered[1]), request))
+        return as_given(problem, compute((q, gathered[0], gathered[1]), request))
 
     return run
 
@@ -160,18 +161,26 @@ def _gathering(problem: Problem, bring: Bring, compute: Compute, own_first: bool
 def _by_lengths(problem: Problem) -> Run:
     """Gather all keys, unless this rank holds them."""
     if problem.keys is None:
-        return _with_own_keys(problem, _over_keys(problem))
-    args = shards_pair((problem.shapes.seq, *problem.keys[1:]), problem.group.world, False)
-    exchange = Exchange("attention", problem.group, (args, args), kind=GATHER, note=problem.note)
+        return _with_own_keys(problem, over_keys(problem))
+    exchange, order, own_first = exchange_of_keys(problem), problem.shapes.by_heads, _is_own_first(problem)
+    if own_first and not torch.compiler.is_compiling():
+        gather = Gathering(exchange, problem.shapes.as_given, order)
+        return _with_own_keys(problem, _own_first(problem, gather))
 
     def bring(k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        return [x.permute(problem.shapes.by_heads) for x in run_decided(exchange, (k, v))]
+        return [x.permute(order) for x in run_decided(exchange, (k, v))]
 
-    own_first = _is_own_first(problem)
-    return _gathering(problem, bring, (_own_first if own_first else _over_keys)(problem), own_first)
+    return _gathering(problem, bring, (_own_first if own_first else over_keys)(problem), own_first)
 
 
-def _over_keys(problem: Problem) -> Compute:
+def exchange_of_keys(problem: Problem) -> Exchange:
+    """Return the exchange that gathers all of k and v, in the caller's order of dims."""
+    assert problem.keys is not None
+    args = shards_pair((problem.shapes.seq, *problem.keys[1:]), problem.group.world, False)
+    return Exchange("attention", problem.group, (args, args), kind=GATHER, note=problem.note)
+
+
+def over_keys(problem: Problem) -> Compute:
     """Attend with this rank's queries to all keys, which it holds."""
     place, shapes = (problem.queries, problem.group.world, problem.group.rank), problem.shapes
     if problem.is_empty(shapes.heads, shapes.tokens, problem.total_keys):
@@ -190,17 +199,19 @@ def _is_own_first(problem: Problem) -> bool:
     shapes, is_shared = problem.shapes, problem.group.world > 1 and problem.keys == problem.queries
     is_causal_alone = problem.causal and problem.blockwise and problem.mask is None
     is_causal_alone = is_causal_alone and not (problem.packed or problem.uses_spans)
-    is_empty = problem.is_empty(shapes.heads, shapes.tokens, problem.total_keys)
+    # As the same on all ranks, of which some may have no tokens.
+    is_empty = problem.is_empty(shapes.heads, problem.total, problem.total_keys)
     return is_causal_alone and is_shared and not is_empty
 
 
-def _own_first(problem: Problem) -> Compute:
-    """Attend to this rank's keys, then to those before them.
+def _own_first(problem: Problem, gather: Gathering | None = None) -> Compute:
+    """Attend to this rank's keys, then to those before them, which `gather` brings meanwhile, or the caller.
 
     One block of this rank's own keys covers all queries: its output and gradients are not copied.
     """
     runs = pieces(problem.queries, problem.group.world, problem.group.rank)
-    return by_steps(problem, problem.scores(), blocks_by_runs(problem)(runs, runs), blocks_before(runs))
+    own = blocks_by_runs(problem)(runs, runs)
+    return by_steps(problem, problem.scores(), own, blocks_before(runs), gather=gather)
 
 
 def _planned_keys(problem: Problem, plan: GatherPlan, note: str, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -233,15 +244,15 @@ def _by_spans(problem: Problem) -> Run:
     runs = pieces(problem.queries, world, rank)
 
     def run(request: Request) -> Outs:
-        q, k, v = _permuted(problem, *request[:3])
+        q, k, v = permuted(problem, *request[:3])
         held: Sequence[Piece] = [Piece(0, problem.total_keys, 0)]
         if problem.keys is not None:
             spans = spans_of(problem, request)
             plan, held = gathered_by_spans(spans, problem.queries, problem.keys, world, rank)
             k, v = _planned_keys(problem, plan, problem.note, request.k, request.v)
         if problem.is_empty(shapes.heads, shapes.tokens, k.size(2)):
-            return _as_given(problem, nothing(problem, (q, k, v), request))
-        return _as_given(problem, by_spans(problem, 0, runs, held, (q, k, v), request))
+            return as_given(problem, nothing(problem, (q, k, v), request))
+        return as_given(problem, by_spans(problem, 0, runs, held, (q, k, v), request))
 
     return run
 

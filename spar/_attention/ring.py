@@ -4,8 +4,8 @@
 Step s of rank r needs keys of rank r - s, counted round. Their owner sends them, and only those to which rank
 r attends: first to the next two ranks at once, as a rank may hold two shards, then to one more at a time. In
 backward the shards come round again, and what a rank computes of their gradients goes back to their owners
-with the next shards. Where the keys of all ranks were gathered before, nothing comes round: they are the only
-shard, or the second one after this rank's own.
+with the next shards. Where the keys of all ranks are gathered, nothing comes round: they are the only shard,
+or the second one after this rank's own, which is attended to meanwhile.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .._exchange.cut_and_join import selected
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import WHOLE, Args, Layout, pair
 from .._exchange.observers import have_tangents, is_transformed, may_have_hooks
-from .._exchange.work import Work, begin
 from .._group.group import Call, Group
 from .blocks import Block, BlocksMaker
 from .kernels.kernel import Gradients, Graph, accumulated, finite, narrowed, readable, widened
 from .merged import Merged, Sum
 from .scores import Blocks, Scores
+from .sending import Gathering, Sending
 from .travel import Shift, Shifts
 
 
@@ -63,6 +63,7 @@ class Ring:
     Attributes:
         place: this rank's among those whose shards go round; `ALONE` if no shard does.
         scores: how they are computed.
+        gather: brings the keys of all ranks for the second step, while the first one is computed.
         reports_to: the ranks that wait for `exchanges` of this rank in backward, and are told of its failure.
         note: what all ranks must pass alike, besides the layout.
     """
@@ -73,6 +74,7 @@ class Ring:
     reports_to: Group | Place
     exchanges: int
     note: str = ""
+    gather: Gathering | None = None
 
 
 def forward_exchanges(world: int) -> int:
@@ -83,44 +85,24 @@ def backward_exchanges(round_: Round) -> int:
     return max(len(round_.shifts), 2) if round_.shifts else 0
 
 
-class _Sending:
-    """Tensors [B, K, T, D] on their way to other ranks.
-
-    They are in flight while the caller computes, where that does not slow it down.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        args: tuple[Args, ...],
-        ring: Ring,
-        name: str,
-        records: bool,
-        note: str = "",
-        forward: int = 0,
-    ) -> None:
-        """note, forward: as in Exchange, and its run."""
-        self.work: Work | None = None
-        self.sent: Sequence[torch.Tensor] = tensors  # not to be freed before they are sent
-        self.received: Sequence[torch.Tensor]
-        if torch.compiler.is_compiling():
-            self.received = Exchange(name, ring.place, args, records=records, note=note).run(tensors)
-            return
-        remembered = ring.place.exchanges if isinstance(ring.place, Group) else {}
-        key = name, args, records, note
-        exchange = remembered.get(key)
-        if exchange is None:
-            exchange = remembered[key] = Exchange(name, ring.place, args, records=records, note=note)
-        self.received, self.work = begin(exchange, tensors, None, True, forward)
-        if self.work is None or self.work.is_completed():
-            self.sent = ()
-
-    def wait(self) -> Sequence[torch.Tensor]:
-        """Return what came from other ranks, once; keep nothing."""
-        if self.work is not None:
-            self.work.wait()
-        received, self.received, self.sent = self.received, (), ()
-        return received
+def _sent(
+    ring: Ring,
+    name: str,
+    tensors: Sequence[Tensor],
+    args: tuple[Args, ...],
+    records: bool,
+    note: str = "",
+    forward: int = 0,
+) -> Sending:
+    """Send tensors [B, K, T, D] to other ranks of a ring. note, forward: as in Exchange, and its run."""
+    if torch.compiler.is_compiling():
+        return Sending(Exchange(name, ring.place, args, records=records, note=note), tensors)
+    remembered = ring.place.exchanges if isinstance(ring.place, Group) else {}
+    key = name, args, records, note
+    exchange = remembered.get(key)
+    if exchange is None:
+        exchange = remembered[key] = Exchange(name, ring.place, args, records=records, note=note)
+    return Sending(exchange, tensors, forward)
 
 
 def _coming(step: int, steps: int) -> tuple[int, ...]:
@@ -171,16 +153,19 @@ def forward_of(
     v: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
-    gathered: Sequence[Tensor],
+    gathered: list[Tensor],
     records: bool,
     graphs: list[Graph] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, S, E] and the log-sum-exp [B, H, S].
 
+    gathered: the k and v of all ranks, for the second step; those that it gathers itself are added.
     graphs: a list to which the graph of the only block is added, if its kernel needs it for backward.
     """
     merged, of_scores, name = Merged(q, v.size(3)), Blocks(ring.scores, q, v, mask), "attention"
     shard, waits = (k, v), ring.place.world > 1
+    if ring.gather is not None:
+        gathering = ring.gather.begin(k, v, records and (k.requires_grad or v.requires_grad))
     # The shards of the next steps.
     ahead = list(gathered)
     for step, blocks in enumerate(ring.round.steps):
@@ -193,7 +178,7 @@ def forward_of(
                 # An empty tensor shows the layout of the sequence to the peers.
                 tensors.append(k.new_empty(k.size(2), 0))
                 args = (*args, ring.round.layout)
-            sending = _Sending(tensors, args, ring, name, records, ring.note)
+            sending = _sent(ring, name, tensors, args, records, ring.note)
         for block in blocks:
             kernel, inputs = of_scores.of(block, q, k, v)
             graph = None if graphs is None else kernel.kept(inputs)
@@ -205,6 +190,9 @@ def forward_of(
                 out, lse = graph.out.detach(), graph.lse.detach()
             del inputs  # they would hold the shard when the next one is here
             merged.add(block.query, out, lse, block.sample)
+        if step == 0 and ring.gather is not None:
+            gathered += ring.gather.end(gathering)
+            ahead += gathered
         if sending is not None:
             ahead += sending.wait()[: 2 * len(coming)]
         if ahead:
@@ -252,8 +240,11 @@ class Backward:
         self.unsent: list[tuple[int, Tensor]] = []
         self.returned: list[int] = []
 
-    def run(self) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, of gathered keys and values, and of sinks if there are any."""
+    def run(self, learns: bool = False) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, of gathered keys and values, and of sinks if there are any.
+
+        learns: whether those of keys and values that the ring gathers are exchanged.
+        """
         steps = len(self.ring.round.shifts) + 1
         # The shards of the next steps.
         ahead: list[Tensor] = []
@@ -271,17 +262,29 @@ class Backward:
             # Another rank's shard and its gradients must not stay while the next are computed.
             del k, v, dk, dv
         # The last blocks are those of this rank's shard: its gradients from other ranks arrive meanwhile.
-        sending = self.send(()) if steps > 1 else None
+        sending, of_gathered = self.send(()) if steps > 1 else None, self.of_gathered()
+        gather = self.ring.gather
+        if gather is not None:
+            sending = gather.begin_backward(of_gathered, self.call) if learns else None
+            of_gathered = []
         self.add_blocks(0, self.k, self.v, self.dk, self.dv)
-        if sending is not None:
+        if gather is not None and sending is not None:
+            for sum_, x in zip((self.dk, self.dv), gather.end(sending), strict=True):
+                sum_.add(0, x)
+        elif sending is not None:
             self.receive(sending, ())
-        sums = [self.dq, self.dk, self.dv]
-        if self.gathered:
-            k, v = self.gathered
-            sums += (Sum(k, self.dtype), Sum(v, self.dtype))
-            self.add_blocks(1, k, v, sums[3], sums[4])
-        gradients = [x.total(self.q.dtype) for x in sums]
-        return (*gradients, *(() if self.sinks is None else (self.of_sinks(self.sinks),)))
+        gradients = [x.total(self.q.dtype) for x in (self.dq, self.dk, self.dv)]
+        of_sinks = [] if self.sinks is None else [self.of_sinks(self.sinks)]
+        return (*gradients, *of_gathered, *of_sinks)
+
+    def of_gathered(self) -> list[Tensor]:
+        """Return the gradients of gathered keys and values, and add that of q."""
+        if not self.gathered:
+            return []
+        k, v = self.gathered
+        sums = Sum(k, self.dtype), Sum(v, self.dtype)
+        self.add_blocks(1, k, v, *sums)
+        return [x.total(self.q.dtype) for x in sums]
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: their weights, as those of a key whose value is 0."""
@@ -317,7 +320,7 @@ class Backward:
         dq, dk, dv = kernel.backward(inputs._replace(is_only=self.is_only), grad, out, lse)
         return (narrowed(dq), narrowed(dk), narrowed(dv)) if self.widens else (dq, dk, dv)
 
-    def send(self, steps: Sequence[int]) -> _Sending:
+    def send(self, steps: Sequence[int]) -> Sending:
         """Send this rank's keys for the steps, and gradients of other ranks' keys to their owners."""
         tensors, args = _needed(self.ring, steps, self.k, self.v)
         # Each rank returns its gradients of the same steps.
@@ -328,9 +331,9 @@ class Backward:
             if step not in self.returned:
                 self.returned.append(step)
         self.unsent = []
-        return _Sending(tensors, args, self.ring, "backward of attention", False, forward=self.call)
+        return _sent(self.ring, "backward of attention", tensors, args, False, forward=self.call)
 
-    def receive(self, sending: _Sending, steps: Sequence[int]) -> list[Tensor]:
+    def receive(self, sending: Sending, steps: Sequence[int]) -> list[Tensor]:
         """Return the keys of the steps; add gradients that other ranks computed for this rank's keys."""
         received = list(sending.wait())
         count = 2 * len(steps)
@@ -374,10 +377,11 @@ class SparAttention(torch.autograd.Function):
         *gathered: Tensor,
     ) -> Any:
         ctx.ring, ctx.graphs = ring, [] if _keeps_graph(ring, q, sinks) else None
+        held, place = list(gathered), ring.place if ring.gather is None else ring.gather.exchange.group
         with no_autocast(q.device.type):
-            out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, True, ctx.graphs)
-        ctx.call = ring.place.calls if isinstance(ring.place, Group) else 0
-        ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *gathered)
+            out, lse = forward_of(ring, q, k, v, mask, sinks, held, True, ctx.graphs)
+        ctx.call = place.calls if isinstance(place, Group) else 0
+        ctx.save_for_backward(q, k, v, out, lse, mask, sinks, *held)
         return (out, _by_token(lse)) if ring.scores.returns_lse else out
 
     @staticmethod
@@ -392,7 +396,9 @@ class SparAttention(torch.autograd.Function):
             with no_autocast(grad.device.type):
                 # One more backward, after retain_graph=True, has no graph, and computes the forward again.
                 graph = ctx.graphs.pop() if not torch.compiler.is_compiling() and ctx.graphs else None
-                dq, dk, dv, *others = Backward(ring, ctx.call, grad, saved, grad_lse, graph).run()
+                made = Backward(ring, ctx.call, grad, saved, grad_lse, graph)
+                learns = ring.gather is not None and any(ctx.needs_input_grad[2:4])
+                dq, dk, dv, *others = made.run(learns)
                 of_sinks = None if saved[6] is None else others.pop()
                 return None, dq, dk, dv, None, of_sinks, *others
 
@@ -424,5 +430,5 @@ def attend_round(
         outs = SparAttention.apply(ring, q, k, v, mask, sinks, *gathered)  # type: ignore[no-untyped-call]
         return outs if ring.scores.returns_lse else (outs,)
     with no_autocast(q.device.type):
-        out, lse = forward_of(ring, q, k, v, mask, sinks, gathered, False)
+        out, lse = forward_of(ring, q, k, v, mask, sinks, list(gathered), False)
         return (out, _by_token(lse)) if ring.scores.returns_lse else (out,)

@@ -236,7 +236,8 @@ class Exchange:
         dtype, device = first.dtype, "cpu" if first.is_cpu else _type_of(first.device)
         if device == "meta":  # shape inference exchanges nothing, but counts as a call, as on the peers
             group.calls += 1
-            return _empty_outputs(inputs, group, self.args)
+            made = _empty_outputs(inputs, group, self.args)
+            return [x[0] for x in made] if self.kind == SUM else made
         prepared = self.prepared
         if prepared is None or prepared[1] is not dtype or prepared[2] != device:
             size, kind, sums, negates = ITEM_TYPES[dtype]

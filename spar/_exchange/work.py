@@ -174,7 +174,7 @@ def begin(
         channel = group.channels.get("cpu" if first.is_cpu else first.device.type)
         if channel is None:
             channel = group.channel(exchange.name, first.device)
-        if may_block and not channel.overlaps:
+        if may_block and sum([x.nbytes for x in inputs]) < channel.in_flight_from:
             return exchange.run(inputs, forward, traced=False), None
         has_outs, job = outs is not None, None
         if channel.enqueues:
@@ -334,17 +334,23 @@ def launch(
             return write_to(out, calls, at, exchange), Work()
         _, work = begin(exchange, inputs, outs)
         return outs, work or Work()
+    outputs, work = start(exchange, inputs)
+    return list(outputs), work
+
+
+def start(exchange: Exchange, inputs: Tensors) -> tuple[Tensors, Work]:
+    """Start an exchange of several ranks into new tensors; record it if an input requires a gradient."""
     if not must_record(inputs):
-        outputs, work = begin(exchange, inputs, None)
-        return list(outputs), work or Work()
+        made, in_flight = begin(exchange, inputs, None)
+        return made, in_flight or Work()
     if is_transformed() or have_tangents(inputs):
-        return list(apply(exchange.recorded(), inputs)), Work()
+        return apply(exchange.recorded(), inputs), Work()
     flight = _Flight(exchange.recorded())
     outputs = _recorded(flight, inputs)
-    job_work, flight.work = flight.work or Work(), None
-    if job_work._job is not None or job_work._beside is not None:
-        job_work._finish = lambda: _rebase(flight, outputs)
-    return list(outputs), job_work
+    work, flight.work = flight.work or Work(), None
+    if work._job is not None or work._beside is not None:
+        work._finish = lambda: _rebase(flight, outputs)
+    return outputs, work
 
 
 def _rebase(flight: _Flight, outputs: Tensors) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from .. import _C
 
+# An exchange of fewer bytes takes less time than what a call in flight adds: a thread's wake-up, or events.
+WORTH_A_CALL = 1 << 20
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[_C.Exchange, Tensors, Tensors | None, int, bool, int, float], list[Any] | None]
 
@@ -25,7 +27,8 @@ class Channel(Protocol):
         sides: those of a plan that the transport needs besides what it sends: `_C.SIDE_PULL`, or 0.
         core: its communicator in the C core, which also has the ranks' mailboxes, if it has one.
         enqueues: whether a call only gives work to the device's current stream.
-        overlaps: whether an exchange in flight leaves this process's cores to what the rank computes.
+        in_flight_from: so many bytes of a rank an exchange must have at least to be in flight while the rank
+            computes: for fewer, or where it takes the kernel's cores, a wait for it takes less time.
         exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
             returns its outputs, new contiguous tensors in whatever memory the transport uses. `core` is what
             all ranks agree on. `inputs` have one dtype and device. `outs`: contiguous tensors to write the
@@ -40,7 +43,7 @@ class Channel(Protocol):
     name: str
     sides: int
     enqueues: bool
-    overlaps: bool
+    in_flight_from: int
 
     @property
     def exchange(self) -> Run: ...

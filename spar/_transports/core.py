@@ -13,6 +13,7 @@ import torch
 from .. import _C
 from .._control.state import GroupState
 from ..errors import SparError
+from .channel import WORTH_A_CALL
 
 
 class CoreChannel:
@@ -21,7 +22,7 @@ class CoreChannel:
     name: str
     sides = 0
     enqueues = False
-    overlaps = True
+    in_flight_from = WORTH_A_CALL
 
     def __init__(self, group: GroupState, core: _C.Comm | None) -> None:
         self.group: GroupState = weakref.proxy(group)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +21,16 @@ class ShmChannel(CoreChannel):
 
     name = "shm"
     core: _C.Comm
+    copies_alone = True  # between the ranks nothing needs time but copies
 
     def __init__(self, group: GroupState, device: torch.device, op: str, deadline: float) -> None:
         assert group.peer_info is not None
         place = group.peer_info, group.rank, group.local_ranks, group.name
         super().__init__(group, _C.comm(self.name, *place))
         self.exchange = self._exchange_and_copy if group.own_output else self.core.exchange
-        # an exchange in flight copies and polls: without a core of its own it takes its time from the kernel
-        self.overlaps = group.core_share > torch.get_num_threads()
+        # in flight it copies and polls: without a core of its own it takes its time from the kernel
+        if self.copies_alone and group.core_share <= torch.get_num_threads():
+            self.in_flight_from = sys.maxsize
 
     def _exchange_and_copy(self, *arguments: Any) -> list[Any] | None:
         """Exchange, and copy what lies in shared memory to torch's own (SPAR_OUTPUT=torch)."""
@@ -54,3 +57,4 @@ class TcpChannel(ShmChannel):
     """The same for a group that spans hosts."""
 
     name = "tcp"
+    copies_alone = False

@@ -324,7 +324,7 @@ def test_runs_of_a_document_are_paired_with_its_own_keys_alone(monkeypatch: pyte
 def check_memory(rank: int, world: int, group: Group) -> None:
     """At most two shards of K and V are alive at a time, in forward and backward, also with one in flight."""
     received: list[Any] = []
-    most, sending, in_flight = [0], ring._Sending, []
+    most, sending, in_flight = [0], ring.Sending, []
 
     class Counted(sending):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -338,10 +338,10 @@ def check_memory(rank: int, world: int, group: Group) -> None:
     q, k, v, upper = [x[:, layout.index()] for x in inputs(layout.total, 2, 2, torch.float32)]
     q.requires_grad_()
     channel: Any = group_of(group).channel("attention", q.device)
-    overlaps, results = channel.overlaps, []
-    ring._Sending = Counted  # type: ignore[misc]
+    least, results = channel.in_flight_from, []
+    ring.Sending = Counted  # type: ignore[misc]
     try:
-        for channel.overlaps in (False, True):
+        for channel.in_flight_from in (2**62, 0):
             in_flight.clear()
             received.clear()
             most[0] = 0
@@ -352,11 +352,11 @@ def check_memory(rank: int, world: int, group: Group) -> None:
             results.append((y, *torch.autograd.grad(y, q, upper)))
             assert len(in_flight) == 2 * world - 3 and len(received) == 4 * world - 4
             assert most[0] <= 8, most  # and two of their gradients
-            assert set(in_flight) == {channel.overlaps}
+            assert set(in_flight) == {channel.in_flight_from == 0}
         assert all(map(torch.equal, *results))
     finally:
-        ring._Sending = sending  # type: ignore[misc]
-        channel.overlaps = overlaps
+        ring.Sending = sending  # type: ignore[misc]
+        channel.in_flight_from = least
 
 
 def test_ring_holds_two_shards(ranks: Ranks) -> None:

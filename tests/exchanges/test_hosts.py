@@ -29,7 +29,9 @@ from test_exact import SIZES, sizes
 from test_ops import strided
 
 import spar
+from spar._attention import slices
 from spar._commands.check.cases import cases
+from spar._group.registry import group_of
 
 Group = dist.ProcessGroup
 
@@ -182,6 +184,24 @@ def exchange_layouts(rank: int, world: int, group: Group) -> None:
 
 def test_layouts(pool: Ranks) -> None:
     pool(WORLD, exchange_layouts)
+
+
+def attend_in_slices(rank: int, world: int, group: Group) -> None:
+    """Between hosts, heads are exchanged in slices, of which each has enough bytes."""
+    q, k, v = torch.randn(3, 1, 512, 8, 16, generator=torch.Generator().manual_seed(rank))
+    layout, calls, results = spar.SequenceLayout.even(512 * world, group), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        for least in (2 << 20, 80 << 10):  # a rank receives 576 KB of q, k and v
+            patch.setattr(slices, "LEAST", least)
+            group_of(group).exchanges.clear()
+            before = group_of(group).count()
+            results.append(spar.attention(q, k, v, layout, causal=True, method="ulysses"))
+            calls.append(group_of(group).count() - before)
+    assert calls == [2, 4] and torch.equal(*results)
+
+
+def test_heads_are_exchanged_in_slices(pool: Ranks) -> None:
+    pool(WORLD, attend_in_slices)
 
 
 def exchange_sizes(rank: int, world: int, group: Group) -> None:
