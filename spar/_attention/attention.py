@@ -15,10 +15,12 @@ from torch.compiler import is_dynamo_compiling
 from .._deprecated import outside_level
 from .._exchange.arguments import Arguments, Key, ranks_of
 from .._group.group import Call, Group
+from .._group.log import log
 from .._group.registry import by_process_group, place_of
 from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import WITH_DOCUMENTS, SequenceLayout
 from ..topology.topology import current
+from .by_time import speeds_of, step_of
 from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
 from .problem import Attend, Problem, Request, checked, hashes_of
@@ -172,7 +174,8 @@ def attention(
       Blocks that `causal` empties are skipped, so that a zigzag layout balances the work.
     - "ring": K and V go round the ranks, which hold at most two shards of them at a time.
     - None: for a hybrid layout, ulysses inside the ulysses groups and ring across them; gather for a balanced
-      one; else ulysses if there are at least as many heads as ranks; else gather.
+      one; else by the speeds that `spar plan --measure` found; else ulysses if there are at least as many
+      heads as ranks; else gather.
 
     Args:
         q: this rank's queries `[B, S_local, H, D]`.
@@ -376,7 +379,8 @@ def _decided(
         if sizes[0] > 1 and len(set(sizes)) == 1:
             _warn_of_dims(request.q.shape)
     if method is None and groups is None:
-        method = chosen_method(request.queries, request.keys, problem.shapes.heads)
+        chosen = chosen_method(request.queries, request.keys, problem.shapes.heads)
+        method = _fastest(problem, request) or chosen
     if method not in _METHODS and groups is None:
         raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
     learns = problem.mask is not None and request.mask.requires_grad and torch.is_grad_enabled()
@@ -406,6 +410,25 @@ def _warn_of_dims(shape: torch.Size) -> None:
             "else seq_dim=1, head_dim=2",
             stacklevel=outside_level(),
         )
+
+
+def _fastest(problem: Problem, request: Request) -> str | None:
+    """Return the method that takes the least time by the speeds that were measured; None: it is not known.
+
+    The ring sends no fewer bytes than gather. The work that masks leave is not known.
+    """
+    is_plain = problem.mask is None and not problem.uses_spans and request.attend is None
+    if problem.keys is None or problem.listed or not is_plain:
+        return None
+    speeds = speeds_of(problem, request)
+    if speeds is None:
+        return None
+    slices = {method: slices_of(method, problem, request) for method in ("ulysses", "gather")}
+    times = {method: step_of(speeds, method, problem, request, n) for method, n in slices.items()}
+    best = min(times, key=lambda method: times[method])
+    texts = [f"{method} {times[method] * 1e3:.3g} ms a step in {n} slices" for method, n in slices.items()]
+    log.info("%s: %s, by the measured speeds: %s", problem.where, best, ", ".join(texts))
+    return best
 
 
 def _layout_error(layout: object, q: object) -> TypeError:

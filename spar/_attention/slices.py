@@ -20,6 +20,7 @@ from .._exchange.work import Work, start
 from .._group.group import Group
 from .._transports.channel import WORTH_A_CALL
 from ..sizes import share
+from .by_time import received, speeds_of, step_of
 from .kernels import reason_against
 from .kernels.kernel import Needs
 from .local import Outs, over_sequence
@@ -28,7 +29,7 @@ from .problem import Problem, Request
 
 # So many slices at most: a fourth of an exchange is then waited for.
 MOST = 4
-# Bytes of a slice that a rank receives at least in forward.
+# Bytes of a slice that a rank receives at least in forward, where no speeds were measured.
 LEAST = WORTH_A_CALL
 
 
@@ -47,11 +48,13 @@ def slices_of(method: str, problem: Problem, request: Request) -> int:
         return 1
     if method == "gather" and (problem.causal or problem.packed or problem.mask is not None):
         return 1
-    received = _received(method, problem, request) // LEAST
-    slices = min(MOST, shapes.key_heads // ranks, received)
-    if slices < 2:
+    most = min(MOST, shapes.key_heads // ranks)
+    if most < 2 or not _spans_hosts(group, request.q.device):
         return 1
-    return slices if _spans_hosts(group, request.q.device) else 1
+    speeds = speeds_of(problem, request)
+    if speeds is None:
+        return max(1, min(most, received(method, problem, request) // LEAST))
+    return min(range(1, most + 1), key=lambda count: step_of(speeds, method, problem, request, count))
 
 
 def _spans_hosts(group: Group, device: torch.device) -> bool:
@@ -73,16 +76,6 @@ def _are_apart(problem: Problem, request: Request) -> bool:
         return False
     q, _, v = permuted(problem, *request[:3])
     return not reason_against("flash", q, v, Needs(problem.mask is not None, problem.softcap > 0))
-
-
-def _received(method: str, problem: Problem, request: Request) -> int:
-    """Return the bytes that a rank receives in the exchanges before the kernel, on average."""
-    shapes, world, width = problem.shapes, problem.group.world, request.q.size(3)
-    of_keys = problem.total_keys * shapes.key_heads * (width + shapes.value_width)
-    items = of_keys * (world - 1)
-    if method == "ulysses":
-        items = (problem.total * shapes.heads * width + of_keys) * (world - 1) // world
-    return int(shapes.batch * items // world * request.q.element_size())
 
 
 def in_slices(method: str, problem: Problem, slices: int) -> Run:
@@ -109,8 +102,8 @@ def _ulysses(problem: Problem, slices: int) -> Run:
         coming = [start(scatter, tensors) for tensors in zip(*cut, strict=True)]
         going = []
         for first, count, compute in zip(firsts, heads, computes, strict=True):
-            received = [x.flatten(head, head + 1) for x in _complete(*coming.pop(0))]
-            outs = compute(permuted(problem, *received), of_heads(request, first, count))
+            tensors = [x.flatten(head, head + 1) for x in _complete(*coming.pop(0))]
+            outs = compute(permuted(problem, *tensors), of_heads(request, first, count))
             going.append(start(back, [as_given(problem, outs)[0].unflatten(head, (1, -1))]))
         parts = [_complete(*each)[0] for each in going]
         return (torch.cat(parts, head + 1).flatten(head, head + 1),)

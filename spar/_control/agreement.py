@@ -16,12 +16,13 @@ import torch
 
 from .. import _C
 from ..errors import MismatchError, OutOfMemoryError
-from . import collectives
+from . import collectives, speeds
 from .mismatch import GatheredSize, gathered_sizes, mismatch
 from .state import OVER, SHARED, GroupState
 
 TEXT = _C.TEXT_BYTES
-ROOM = _C.PEER_INFO_BYTES + 8  # bytes that a rank can send with a step: its peer info and a token
+# Bytes that a rank can send with a step: a token, the speeds that were measured, and its peer info.
+ROOM = 8 + speeds.BYTES + _C.PEER_INFO_BYTES
 # calls, step, status, forward, data: of one size, because a rank that failed does not know its peers' step
 _HEADER = struct.Struct(f"=4q{ROOM}s")
 _OK, _FAILED, _OUT_OF_MEMORY = range(3)

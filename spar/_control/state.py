@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .. import _C
 from ..errors import GroupBrokenError, SparError
 from . import fork, process_group
+from .speeds import Measured
 
 # How far a rank's call has come, which decides what an exception in it means for the peers.
 LOCAL = 0  # the peers know nothing of it: the failure must be reported to them
@@ -80,6 +81,7 @@ class GroupState:
         synchronous: whether nccl's calls are compared before they are issued (SPAR_CHECK=1).
         own_output: whether outputs lie outside of shared memory (SPAR_OUTPUT).
         logs_calls: whether each call is logged (SPAR_LOG=debug).
+        measured: the speeds that rank 0 has, of the device type of the first set-up.
         local_ranks: ranks of all groups on this host, as far as the launcher says.
         core_share: cores that are this rank's own.
         transports: by device type.
@@ -103,6 +105,7 @@ class GroupState:
         self.shares_host, self.connects = False, True
         self.compares = True
         self.synchronous = self.own_output = self.logs_calls = False
+        self.measured: dict[str, Measured] = {}
         self.local_ranks, self.core_share = self.world, 0
         self.transports: dict[str, Transport] = {}
         self.connecting: _C.Comm | None = None

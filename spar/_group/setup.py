@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import _C
+from .._control import speeds
 from .._control.agreement import mark_reported
 from .._control.process_group import backend_name
 from .._control.state import OVER, GroupState, Transport
@@ -72,9 +73,10 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
 
 def _exchange_peer_info(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
     """Return what each rank can offer, by which all choose alike."""
-    data = os.urandom(8) + _C.peer_info(_host_id())
+    data = os.urandom(8) + speeds.read(device.type).pack() + _C.peer_info(_host_id())
     rows = all_gather(group, data, "peer info", op, device, deadline)
-    peer_info = b"".join([row[8:] for row in rows])
+    peer_info = b"".join([row[8 + speeds.BYTES :] for row in rows])
+    group.measured[device.type] = speeds.unpack(rows[0][8 : 8 + speeds.BYTES])
     group.shares_host = not any(first for first, _ in _C.hosts(peer_info))
     group.hosts = _hosts(peer_info)
     group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()

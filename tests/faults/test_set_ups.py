@@ -22,7 +22,7 @@ from helpers.reference import assert_same
 
 import spar
 from spar import _C
-from spar._control import agreement, collectives
+from spar._control import agreement, collectives, speeds
 from spar._group import setup as rendezvous
 from spar._group.registry import group_of
 
@@ -220,7 +220,8 @@ def test_concurrent_set_ups(tmp_path: Path) -> None:
 
 
 def test_peer_info_fits_into_an_agreement() -> None:
-    assert len(bytes(8) + _C.peer_info(rendezvous._host_id())) == agreement.ROOM
+    own = bytes(8) + speeds.Measured().pack() + _C.peer_info(rendezvous._host_id())
+    assert len(own) == agreement.ROOM
 
 
 def count_collectives(rank: int, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Ranks
+from helpers.launched import launch
 from helpers.processes import finish, start
 from helpers.traffic import sent
 from helpers.whole_attention import inputs
@@ -26,11 +28,13 @@ from spar._attention import attention as attention_module
 from spar._attention.blocks import blocks_of
 from spar._attention.travel import shifts_by_runs
 from spar._commands.arguments import main
-from spar._commands.plan import ways as ways_module
+from spar._commands.plan import measure, ways as ways_module
 from spar._commands.plan.exchanges import Traffic, exchanged
 from spar._commands.plan.layer import HYBRID, OF_DOCUMENTS, Layer, drawn_documents, placed
 from spar._commands.plan.report import text_of
+from spar._commands.plan.run import plan
 from spar._commands.plan.ways import Way, evaluate, planned_ranks, recommended, ways_of, work_of
+from spar._control.speeds import Speeds, read
 from spar._exchange.layouts import shards
 from spar.parallel_state import init_parallel_state
 from spar.sequence_layout import numbers_of
@@ -56,6 +60,11 @@ BASE = Layer(
     documents=(),
     causal=True,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def layers(ranks: int) -> Iterator[Layer]:
@@ -276,6 +285,15 @@ def test_recommended_sends_the_fewest_bytes_of_the_even_ways() -> None:
     )
 
 
+def test_plan_recommends_by_time() -> None:
+    layer = replace(BASE, ranks=4, heads=4, key_heads=1)
+    # Moving bytes takes all of the time, or computing.
+    for speeds, method in ((Speeds(1e15, 1e-9, 1e3), "gather"), (Speeds(1e3, 1e-9, 1e15), "ulysses")):
+        text = text_of(layer, plan(layer, speeds))
+        assert "  time" in text and "It takes the least time by the measured speeds" in text
+        assert (f'method="{method}"' in text) == (method != "ulysses"), text
+
+
 def test_heads_that_the_ranks_do_not_divide() -> None:
     few = evaluate(replace(BASE, ranks=4, heads=3, key_heads=1), "ulysses", "even")
     assert few.notes == (
@@ -373,6 +391,8 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--ranks", "2", "--tokens", "8", "--model", __file__], "cannot be read: Expecting value"),
         (["--ranks", "2", "--tokens", "8", "--model", "x", "--shards", "0"], "--shards is 0; expected at"),
         (["--ranks", "2", "--tokens", "8", "--device-memory", "0"], "--device-memory is 0; expected GB"),
+        ([], "--ranks is not passed; expected how many ranks share the sequence"),
+        (["--measure"], "--measure on one rank; expected several, started by torchrun"),
         (["--ranks", "0", "--tokens", "8"], "--ranks is 0; expected 1 to 1024"),
         (["--ranks", "2"], "neither --tokens nor the lengths of --documents are passed"),
         (["--ranks", "2", "--tokens", "-1"], "--tokens is -1; expected 1 to 67108864"),
@@ -406,3 +426,17 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def measure_two_ranks(folder: Path) -> None:
+    measure.TURNS, measure.MANY, measure.TOKENS = 1, 1 << 20, {"cpu": 64}
+    os.environ["XDG_CACHE_HOME"] = str(folder / os.environ["RANK"])
+    assert main(["plan", "--measure"]) == 0
+
+
+def test_measured_speeds_are_kept_once_on_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(measure_two_ranks, 2, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "0"))
+    near, far = read("cpu")
+    assert near is not None and far is None and not (tmp_path / "1").exists()
+    assert near.latency < 1 < near.bandwidth and near.work > 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..printing import count_text, size_text, table
+from ..printing import count_text, size_text, table, time_text
 from .config import Model
 from .layer import Layer
 from .memory import USABLE, Use
@@ -79,15 +79,18 @@ def _title(layer: Layer) -> str:
 
 
 def _table(ways: Sequence[Way]) -> str:
-    rows: list[Sequence[str]] = [HEADER]
+    has_times = any(way.seconds for way in ways)
+    rows: list[Sequence[str]] = [(*HEADER, "time") if has_times else HEADER]
     for way in ways:
         name = f"{way.method}{' *' if way.default else ''}"
         if way.refused:
-            rows.append((name, way.layout, *["-"] * 7))
+            rows.append((name, way.layout, *["-"] * (len(rows[0]) - 2)))
             continue
         sizes = way.forward, way.backward, way.step, way.held, way.activations
-        rows.append((name, way.layout, str(way.rank), *map(size_text, sizes), f"{way.work:.2f}"))
-    return table(rows, range(2, len(HEADER))) + "\n* what spar.attention chooses for the layout"
+        time = (time_text(way.seconds),) if has_times else ()
+        rows.append((name, way.layout, str(way.rank), *map(size_text, sizes), f"{way.work:.2f}", *time))
+    unless = ", unless its ranks have measured speeds" if has_times else ""
+    return f"{table(rows, range(2, len(rows[0])))}\n* what spar.attention chooses for the layout{unless}"
 
 
 def _refused(ways: Sequence[Way]) -> list[str]:

@@ -10,8 +10,10 @@ from dataclasses import asdict
 
 import torch
 
+from ..._control.speeds import Speeds, read
 from ..printing import GIB, progress
-from ..ranks import UsageError, squarest
+from ..ranks import UsageError, add_device_arguments, squarest
+from . import measure
 from .config import Model, read_model
 from .layer import Layer, drawn_documents
 from .memory import uses
@@ -41,12 +43,15 @@ of spar.attention are planned as in training, but for no data. With --model it a
 - held: K and V that exchanges brought, at once in forward. Gather and ulysses keep theirs until backward.
 - activations: the hidden states of a rank's tokens between all layers, as checkpoints of layers keep them.
 - work: pairs of a query and a key that it attends to, on the busiest rank, as a multiple of the mean.
+- time: of attention in a step of all layers, if speeds were measured:
+
+  torchrun --standalone --nproc-per-node 8 -m spar plan --measure
 
 held, activations and work are each of the rank with the most; --json names it."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, required=True, help="that share the sequence")
+    parser.add_argument("--ranks", type=int, help="that share the sequence")
     parser.add_argument("--tokens", type=int, help="of the whole sequence; by default those of --documents")
     parser.add_argument(
         "--model",
@@ -79,13 +84,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         "until they fill --tokens, the same each time",
     )
     parser.add_argument("--causal", action=BooleanOptionalAction, default=True, help="(default: --causal)")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time attention and exchanges on the ranks that torchrun started, and keep the speeds",
+    )
+    add_device_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
 
 def run(args: Namespace) -> int:
+    if args.measure:
+        return measure.run(args.device, args.backend)
     model = _model_of(args)
-    layer = layer_of(args)
-    ways = plan(layer)
+    layer, found = layer_of(args), read(args.device)
+    ways = plan(layer, found.far or found.near)
     best, why = recommended(ways)
     used = [] if model is None else uses(model, layer, best, args.shards)
     if args.json:
@@ -127,15 +140,15 @@ def _model_of(args: Namespace) -> Model | None:
     return model
 
 
-def plan(layer: Layer) -> list[Way]:
-    """Return the cost of each way.
+def plan(layer: Layer, speeds: Speeds | None = None) -> list[Way]:
+    """Return the cost of each way, its time by speeds that were measured.
 
     Raises:
         UsageError: `spar.attention` refuses all of them.
     """
     pairs = ways_of(layer)
     shown = progress(pairs, len(pairs), " over ".join, sys.stderr.isatty())
-    ways = [evaluate(layer, method, kind) for method, kind in shown]
+    ways = [evaluate(layer, method, kind, speeds) for method, kind in shown]
     if all(way.refused for way in ways):
         raise UsageError(f"spar.attention cannot compute it: {ways[0].refused}")
     return ways
@@ -143,6 +156,8 @@ def plan(layer: Layer) -> list[Way]:
 
 def layer_of(args: Namespace) -> Layer:
     """Check the arguments."""
+    if args.ranks is None:
+        raise UsageError("--ranks is not passed; expected how many ranks share the sequence")
     documents = _documents(args)
     if args.tokens is None and not documents:
         raise UsageError("neither --tokens nor the lengths of --documents are passed; expected one of them")

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..._attention.attention import chosen_method
-from ..._attention.spans import closed
-from ..._exchange.layouts import Layout, shards
+from ..._attention.by_time import pairs_of
+from ..._attention.ring import forward_exchanges
+from ..._control.speeds import Speeds
 from ...ops.heads import Heads, heads_of_ranks
 from ...sequence_layout import SequenceLayout, numbers_of
-from ..printing import size_text
+from ..printing import size_text, time_text
 from .exchanges import exchanged
 from .layer import HYBRID, OF_DOCUMENTS, Layer, placed
 
@@ -41,6 +40,7 @@ class Way:
         activations: bytes of the hidden states of its tokens between all layers.
         work: pairs of queries and keys of the busiest rank, as a multiple of the mean.
         work_rank: that rank.
+        seconds: of attention and its exchanges in a step of all layers, by measured speeds; 0: none are.
         notes: what else is to be known.
     """
 
@@ -59,6 +59,7 @@ class Way:
     activations: int = 0
     work: float = 0.0
     work_rank: int = 0
+    seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -75,7 +76,7 @@ def planned_ranks(world: int) -> list[int]:
     return [i * (world - 1) // (FEW - 1) for i in range(FEW)]
 
 
-def evaluate(layer: Layer, method: str, kind: str) -> Way:
+def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None) -> Way:
     layout = placed(layer, kind, 0).layout
     default = chosen_method(layout, layout, layer.heads) == method
     ranks = planned_ranks(layer.ranks)
@@ -103,6 +104,7 @@ def evaluate(layer: Layer, method: str, kind: str) -> Way:
         activations=layer.layers * layer.batch * tokens * layer.hidden * layer.dtype.itemsize,
         work=work * len(pairs) / max(sum(pairs), 1),
         work_rank=busiest,
+        seconds=_seconds(layer, method, kind, speeds, work, most) if speeds else 0.0,
         notes=tuple(_notes(layer, method, kind)),
     )
 
@@ -113,6 +115,17 @@ def _largest(numbers: Sequence[int]) -> tuple[int, int]:
     return numbers.index(most), most
 
 
+def _seconds(layer: Layer, method: str, kind: str, speeds: Speeds, pairs: int, sent: int) -> float:
+    """Return the seconds of a step; pairs, sent: of the busiest rank, in one layer."""
+    rounds = layer.ring if method == HYBRID else layer.ranks
+    of_ring = forward_exchanges(rounds) + max(rounds - 1, 2)
+    exchanges = {"ulysses": 4, "gather": 2, "ring": of_ring, HYBRID: 4 + of_ring}[method]
+    # The part of the work beside which exchanges are in flight.
+    is_beside = layer.causal and layer.window is None and kind not in OF_DOCUMENTS
+    own = {"ring": 1.0, "gather": is_beside / layer.ranks}.get(method, 0.0)
+    return layer.layers * speeds.step(pairs * layer.batch * layer.width, sent, exchanges, own=own)
+
+
 def _reason(error: ValueError) -> str:
     """Return the message without the operation and the rank, which are the same for all."""
     text = str(error)
@@ -121,24 +134,16 @@ def _reason(error: ValueError) -> str:
 
 def work_of(layer: Layer, method: str, layout: SequenceLayout) -> list[int]:
     """Return each rank's pairs of a query and a key that it attends to, of all heads of one sequence."""
-    ends = closed(layer.tokens, layer.tokens, layer.causal, layer.sides, layer.documents).ends[0, 0]
-    first, end = ends.to(torch.int64).unflatten(1, (-1, 2)).unbind(-1)
-    before = [0, *(end - first).sum(1).cumsum(0).tolist()]  # pairs of the queries before each
-
-    def of_ranks(numbers: Layout, world: int) -> list[int]:
-        return [
-            sum([before[run.start + run.size] - before[run.start] for run in runs])
-            for runs in shards(numbers, world)
-        ]
-
+    keywords = layer.tokens, layer.tokens, layer.causal, layer.sides, layer.documents
     if method == HYBRID:
         # The ring computes in a zigzag layout of its own ranks: `methods.hybrid`.
         ring = placed(layer, HYBRID, 0).ring
-        pairs = of_ranks(numbers_of(SequenceLayout.zigzag(layer.tokens, ring), 0), layer.ring)
+        pairs = pairs_of(keywords, numbers_of(SequenceLayout.zigzag(layer.tokens, ring), 0), layer.ring)
         return [heads * of_rank for heads in _heads(layer, layer.ulysses).queries for of_rank in pairs]
+    pairs = pairs_of(keywords, numbers_of(layout, 0), layer.ranks)
     if method == "ulysses":
-        return [heads * before[-1] for heads in _heads(layer, layer.ranks).queries]
-    return [layer.heads * of_rank for of_rank in of_ranks(numbers_of(layout, 0), layer.ranks)]
+        return [heads * sum(pairs) for heads in _heads(layer, layer.ranks).queries]
+    return [layer.heads * of_rank for of_rank in pairs]
 
 
 def _heads(layer: Layer, ranks: int) -> Heads:
@@ -167,10 +172,14 @@ def _notes(layer: Layer, method: str, kind: str) -> Iterator[str]:
 def recommended(ways: Sequence[Way]) -> tuple[Way, str]:
     """Return the way to take, of which one at least is not refused, and why, in one sentence.
 
-    Of those whose busiest rank has about as little work as in any, the one that sends the fewest bytes in a
-    step, then the one that holds the fewest.
+    The one that takes the least time, if speeds were measured. Else, of those whose busiest rank has about as
+    little work as in any, the one that sends the fewest bytes in a step, then the one that holds the fewest.
     """
     possible = [way for way in ways if not way.refused]
+    if all(way.seconds for way in possible):
+        best = min(possible, key=lambda way: (way.seconds, way.held))
+        time = f"It takes the least time by the measured speeds: {time_text(best.seconds)} in a step"
+        return best, f"{time}, in which it sends {size_text(best.step)}."
     most = min([way.work for way in possible]) + TOLERANCE
     even = [way for way in possible if way.work <= most]
     best = min(even, key=lambda way: (way.step, way.held))
