@@ -59,6 +59,7 @@ class Exchange:
         divide: bool,
         factor: float,
         sum_kind: int,
+        rows: tuple[torch.Tensor | None, ...] | None = None,
         /,
     ) -> None: ...
     @property

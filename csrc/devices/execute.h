@@ -10,8 +10,20 @@
 #include "devices/scale.h"
 #include "plan/plan.h"
 
-/* Packs what is sent to `peer` into `wire`, plan->push[peer].bytes long; spar_unpack scales. */
-void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, void *wire);
+/* Where the rows of a tensor lie, which its plan has one behind the other, in blocks without loops. */
+typedef struct {
+    const int64_t *index; /* row i lies at stride * index[i]; NULL: the tensor is as the plan has it */
+    int64_t bytes, stride;
+} spar_rows;
+
+static inline int spar_is_listed(const spar_rows *rows, int tensor)
+{
+    return rows && rows[tensor].index;
+}
+
+/* Packs what is sent to `peer` into `wire`, plan->push[peer].bytes long; spar_unpack scales. rows: [tensor],
+ * or NULL, as of all functions here. */
+void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, const spar_rows *rows, void *wire);
 
 /* Unpacks what was received from `peer` (plan->pull[peer].bytes) into the outputs. */
 void spar_unpack(const spar_plan *plan, int peer, const void *wire, void *const *outputs,
@@ -23,7 +35,7 @@ void spar_copy_own(const spar_plan *plan, const void *const *inputs, void *const
 
 /* Copies from a rank's inputs into outputs[rank][tensor] of every rank, including its own; except for ranks
  * whose row is NULL. */
-void spar_push(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
-               const spar_scale *scale);
+void spar_push(const spar_plan *plan, const void *const *inputs, const spar_rows *rows,
+               void *const *const *outputs, const spar_scale *scale);
 
 #endif

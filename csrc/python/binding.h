@@ -106,6 +106,7 @@ typedef struct {
     spar_plan *plan;
     int dtype; /* the exchange's row of spar_scale_types; 0: none */
     void *inputs[SPAR_GROUP_TENSORS];
+    spar_rows rows[SPAR_GROUP_TENSORS];
 } spar_py_bound;
 
 /* Binds a spar._C.Exchange to a tuple or list of tensors, and takes its newest plan if that is for their

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* spar._C.Exchange: what all ranks agree on about an exchange, and the newest plan for it. */
 #include "python/binding.h"
+#include "python/listed.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +12,8 @@ typedef struct {
     PyObject_HEAD
     PyObject *op_object, *text_object; /* they hold the memory of the next two */
     const char *op, *text;
+    PyObject *rows_object; /* NULL: no rows are listed; it holds the memory of: */
+    spar_py_listed rows[SPAR_GROUP_TENSORS];
     int world, rank, ntensors;
     int64_t item_size;
     int nargs[SPAR_GROUP_TENSORS];
@@ -60,12 +63,12 @@ static int read_args(exchange_object *self, PyObject *layouts)
 
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords))
 {
-    PyObject *op, *text, *layouts;
+    PyObject *op, *text, *layouts, *rows = Py_None;
     int world, rank, divide, dtype, sum;
     long long item_size;
     double factor;
-    if (!PyArg_ParseTuple(args, "UUiiLOipdi", &op, &text, &world, &rank, &item_size, &layouts, &dtype,
-                          &divide, &factor, &sum))
+    if (!PyArg_ParseTuple(args, "UUiiLOipdi|O", &op, &text, &world, &rank, &item_size, &layouts, &dtype,
+                          &divide, &factor, &sum, &rows))
         return NULL;
     if (sum < SPAR_NO_SUM || sum >= SPAR_SUM_KINDS)
         return PyErr_Format(PyExc_ValueError, "a sum of kind %d; expected 0 to %d", sum, SPAR_SUM_KINDS - 1);
@@ -82,8 +85,11 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     self->dtype = dtype;
     self->sum = (spar_sum_kind)sum;
     if (self->op && self->text && spar_read_scale(dtype, divide, factor, &self->scale) == 0 &&
-        read_args(self, layouts) == 0)
+        read_args(self, layouts) == 0 &&
+        (rows == Py_None || spar_py_read_listed(rows, self->ntensors, self->rows) == 0)) {
+        self->rows_object = rows == Py_None ? NULL : Py_NewRef(rows);
         return (PyObject *)self;
+    }
     Py_DECREF(self);
     return NULL;
 }
@@ -98,6 +104,7 @@ static void exchange_dealloc(PyObject *object)
     free(self->args);
     Py_XDECREF(self->op_object);
     Py_XDECREF(self->text_object);
+    Py_XDECREF(self->rows_object);
     PyObject_Free(object);
     Py_DECREF(type);
 }
@@ -142,6 +149,13 @@ static int read_inputs(const exchange_object *self, PyObject *inputs, spar_py_bo
         spar_tensor *tensor = &bound->tensors[t];
         *tensor =
             (spar_tensor){self->item_size, read.ndim, numbers, numbers + read.ndim, self->nargs[t], args};
+        if (!spar_py_list_rows(&self->rows[t], self->item_size, read.ndim, numbers, &bound->rows[t])) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s on rank %d of %d: tensor %d of its inputs lacks rows that are listed, or has "
+                         "rows that are not contiguous",
+                         self->op, self->rank, self->world, t);
+            return -1;
+        }
         numbers += read.ndim > SPAR_MAX_DIMS ? 0 : 2 * read.ndim; /* no plan has more */
         bound->inputs[t] = read.address;
         bound->kind = t == 0 || bound->kind == read.kind ? read.kind : 0;
@@ -175,6 +189,7 @@ int spar_py_bind(spar_call *call, PyObject *exchange, PyObject *inputs, int side
     call->scale = self->scale;
     call->sum = self->sum;
     call->inputs = (const void *const *)bound->inputs;
+    call->rows = self->rows_object ? bound->rows : NULL;
     if (read_inputs(self, inputs, bound) < 0) {
         if (!alike || !PyErr_ExceptionMatches(PyExc_Exception)) /* not Ctrl-C, which came meanwhile */
             return -1;
@@ -240,6 +255,10 @@ static int plan_inputs(spar_call *call, PyObject *self, PyObject *inputs, int si
     int other = spar_py_bind(call, self, inputs, sides, alike, bound);
     if (other)
         return other;
+    if (call->rows) {
+        PyErr_SetString(PyExc_ValueError, "rows are listed; expected a channel that reads those");
+        return -1;
+    }
     spar_status status = spar_py_find_plan(bound);
     if (status != SPAR_OK)
         spar_raise(status);
@@ -310,11 +329,13 @@ done:
 
 PyDoc_STRVAR(
     exchange_type_doc,
-    "Exchange(op, text, world, rank, item size, args, scale_type, divide, factor, sum_kind)\n\n"
+    "Exchange(op, text, world, rank, item size, args, scale_type, divide, factor, sum_kind, rows=None)\n\n"
     "What all ranks agree on about an exchange of tensors of one dtype. It keeps the newest plan.\n\n"
     "op: a name for messages. text: what must be equal on all ranks besides the plan. args: a tuple\n"
     "of each tensor's layouts. scale_type 0: the outputs are of unsigned integers, unscaled.\n"
-    "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.");
+    "sum_kind: 0, or of sum_types: the outputs' first dim has a row for each rank, and is summed.\n"
+    "rows: None, or a tuple with an int64 index for each input, or None: its rows of dim 0 that are sent,\n"
+    "in the order of args, by which each rank sends another at most one run of them.");
 
 static PyObject *exchange_op(PyObject *self, void *Py_UNUSED(closure))
 {

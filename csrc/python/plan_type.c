@@ -124,7 +124,7 @@ static PyObject *plan_pack(PyObject *self, PyObject *args)
     for (int peer = 0; peer < plan->world; peer++) {
         if (peer == plan->rank)
             continue;
-        spar_pack(plan, peer, (const void *const *)inputs, wire);
+        spar_pack(plan, peer, (const void *const *)inputs, NULL, wire);
         wire += plan->push[peer].bytes;
     }
     Py_END_ALLOW_THREADS;

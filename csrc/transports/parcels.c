@@ -73,7 +73,7 @@ static spar_parcel place_parcel(const spar_parcels *p, int rank, char *staging, 
         parcel.out_bytes = 0;
     if (p->gathers && !(relays[rank] & FROM))
         parcel.in_bytes = 0;
-    if (out)
+    if (out && !spar_is_listed(call->rows, out->tensor))
         parcel.out = (const char *)call->inputs[out->tensor] + out->src;
     /* the caller's own memory stays as it is if calls differ */
     if (in && call->scale.dtype == SPAR_UNSCALED && call->blocks[in->tensor])
@@ -106,7 +106,8 @@ spar_status spar_parcels_pack(spar_parcels *p)
             continue;
         p->parcels[rank] = place_parcel(p, rank, staging, &at);
         if (is_staged(p, p->parcels[rank].out))
-            spar_pack(p->call->plan, rank, p->call->inputs, (void *)(uintptr_t)p->parcels[rank].out);
+            spar_pack(p->call->plan, rank, p->call->inputs, p->call->rows,
+                      (void *)(uintptr_t)p->parcels[rank].out);
     }
     return SPAR_OK;
 }

@@ -107,7 +107,7 @@ static spar_status push(const spar_comm *comm, const spar_call *call, const all_
     }
     if (own_stays)
         all->rows[comm->rank] = NULL;
-    spar_push(call->plan, call->inputs, all->rows, &call->scale);
+    spar_push(call->plan, call->inputs, call->rows, all->rows, &call->scale);
     return SPAR_OK;
 }
 

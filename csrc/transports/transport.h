@@ -11,6 +11,7 @@
 #include "base/cores.h"
 #include "control/control.h"
 #include "devices/scale.h"
+#include "devices/execute.h"
 #include "devices/sum.h"
 #include "plan/plan.h"
 
@@ -43,6 +44,7 @@ typedef struct {
 typedef struct {
     const spar_plan *plan;     /* NULL: this rank failed before it had one; see failed */
     const void *const *inputs; /* [plan->ntensors] */
+    const spar_rows *rows;     /* [plan->ntensors], or NULL; only for shm and tcp */
     /* [plan->ntensors] contiguous, plan->tensors[t].out_bytes long. A transport that has memory of its own
      * for them takes it in run, and gives it in `blocks` [plan->ntensors]; the caller frees them. */
     void **outputs;

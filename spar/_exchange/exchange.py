@@ -46,6 +46,8 @@ Scale = tuple[float, bool]  # the factor, and whether it divides
 # The number of a call; a tensor in a graph, where it is not known.
 Number = int | torch.Tensor
 ONE: Scale = (1.0, False)
+# Indexes of dim 0, of which the core reads the rows that it sends.
+Listed = tuple[torch.Tensor | None, ...] | None
 SCALABLE = frozenset({*SCALE_TYPES, torch.complex32})
 # dtypes that torch can copy between strides and add; others (int1, float4_e2m1fn_x2, ...) move as plain items
 ARITHMETIC = SCALABLE | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -97,7 +99,8 @@ class Exchange:
         note: other arguments of the operation that must be equal on all ranks, in words.
         then: handles of the groups whose next exchange depends on this one.
         prepared: what the C core knows of it for tensors of a dtype on a device; these two; the core's code
-            of the dtype, by which it scales; whether views may negate. Of the newest; None before it runs.
+            of the dtype, by which it scales; whether views may negate; the listed rows. Of the newest; None
+            before it runs.
         selections: the same of a selection, by a tensor's layouts and dtype.
     """
 
@@ -122,7 +125,7 @@ class Exchange:
         self.is_local = args[0][1] == -1
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
-        self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool] | None = None
+        self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool, Listed] | None = None
         self.selections: dict[tuple[Args, torch.dtype], _C.Exchange] = {}
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
@@ -231,7 +234,16 @@ class Exchange:
             return list(map(self._select, inputs, self.args))
         if self.kind == SUM:
             inputs = [x.unsqueeze(0) for x in inputs]
-        first = inputs[0]
+        return self._run_plain(inputs, forward, outs, queued)
+
+    def _run_plain(
+        self, inputs: Tensors, forward: Number, outs: Tensors | None, queued: bool, listed: Listed = None
+    ) -> Tensors:
+        """Run it for tensors that no tracer sees, several ranks, and no selection.
+
+        listed: for each tensor the rows of it that are exchanged, or None: all; for channels that list.
+        """
+        group, first = self.group, inputs[0]
         group = group if isinstance(group, Group) else group_at(group.handle)
         dtype, device = first.dtype, "cpu" if first.is_cpu else _type_of(first.device)
         if device == "meta":  # shape inference exchanges nothing, but counts as a call, as on the peers
@@ -239,7 +251,7 @@ class Exchange:
             made = _empty_outputs(inputs, group, self.args)
             return [x[0] for x in made] if self.kind == SUM else made
         prepared = self.prepared
-        if prepared is None or prepared[1] is not dtype or prepared[2] != device:
+        if prepared is None or prepared[1] is not dtype or prepared[2] != device or prepared[5] is not listed:
             size, kind, sums, negates = ITEM_TYPES[dtype]
             factor, divide = self.scale
             text = f" of {dtype} on {device}"
@@ -247,9 +259,9 @@ class Exchange:
             text += f", gradient {self.gradient}" if self.gradient else ""
             text += f", {self.note}" if self.note else ""
             codes = kind, divide, factor, sums if self.kind == SUM else 0
-            core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes)
-            self.prepared = prepared = core, dtype, device, kind, negates
-        core, _, _, kind, negates = prepared
+            core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes, listed)
+            self.prepared = prepared = core, dtype, device, kind, negates, listed
+        core, _, _, kind, negates, _ = prepared
         # Torch is asked only where it matters, because it releases the GIL.
         for x in inputs if negates else ():
             if x.is_neg() or x.is_conj():

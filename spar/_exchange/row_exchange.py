@@ -20,7 +20,7 @@ from .._control.state import Place
 from .._group.group import Group
 from .._transports.dtypes import copy_items
 from .autograd import apply
-from .exchange import Exchange, Number, Tensors, backward_of
+from .exchange import Exchange, Listed, Number, Tensors, backward_of
 from .graph_ops import in_graph
 from .layouts import Args, swapped
 from .observers import is_any_traced, must_record
@@ -48,10 +48,22 @@ class RowMaps:
         plan: of the rows.
         dims: the sharded dim of each tensor.
         selects: whether the index is selected from the table, else the table is the output.
+        unused: how many own rows the table lacks.
+        listed: the rows that are sent, as an exchange lists them; None: they are not rows of dim 0.
     """
 
     def __init__(self, plan: RowPlan, dims: Sequence[int], selects: bool) -> None:
         self.plan, self.dims, self.selects = plan, tuple(dims), selects
+        self.unused = plan.unused if selects else 0
+        self.listed: Listed = None
+        if plan.send is not None and not any(self.dims):
+            self.listed = (*([] if selects else [None]), plan.send) * len(self.dims)
+
+    @property
+    def are_tables(self) -> bool:
+        """Whether each tensor that is received is a table: it has the rows of one part alone."""
+        plan = self.plan
+        return self.selects and len(plan.parts) == 1 and plan.rows - self.unused == plan.received
 
     def args(self, world: int) -> list[Args]:
         """Return the layouts of all tensors of the exchange."""
@@ -73,11 +85,13 @@ class RowMaps:
     def _gathered_shape(self, x: Tensor, dim: int) -> list[int]:
         return [*x.shape[:dim], *self.plan.local.shape, *x.shape[dim + 1 :]]
 
-    def sections(self, table: Tensor, dim: int, unused: int = 0) -> list[Tensor]:
-        """Return the parts of a table that are in the exchange; unused: how many own rows it lacks."""
+    def sections(self, table: Tensor, dim: int) -> list[Tensor]:
+        """Return the parts of a table that are in the exchange."""
         plan = self.plan
+        if self.are_tables:
+            return [table]
         sizes = plan.parts if self.selects else (plan.own, *plan.parts)
-        first = plan.own - unused if self.selects else 0
+        first = plan.own - self.unused if self.selects else 0
         return list(table.narrow(dim, first, sum(sizes)).split(sizes, dim))
 
     def per_tensor(self, parts: Tensors) -> list[Tensors]:
@@ -112,23 +126,22 @@ class RowMaps:
             return list(inputs)
         plan, count, found = self.plan, self.plan.local.dim(), []
         for y, dim in zip(inputs, self.dims, strict=True):
-            sums = allocate(resized(y, dim, plan.rows, count), y).zero_()
-            found.append(sums.index_add_(dim, plan.local.reshape(-1), y.flatten(dim, dim + count - 1)))
+            sums = allocate(resized(y, dim, plan.rows - self.unused, count), y).zero_()
+            found.append(sums.index_add_(dim, plan.entries, y.flatten(dim, dim + count - 1)))
         return found
 
-    def parts(self, tables: Tensors, unused: int = 0) -> list[Tensor]:
+    def parts(self, tables: Tensors) -> list[Tensor]:
         """Return the sections of all tables."""
         return [
-            part
-            for table, dim in zip(tables, self.dims, strict=True)
-            for part in self.sections(table, dim, unused)
+            part for table, dim in zip(tables, self.dims, strict=True) for part in self.sections(table, dim)
         ]
 
     def added(self, table: Tensor, back: Tensors, dim: int, allocate: Allocate) -> Tensor:
         """Return what this rank adds to its own rows, and what the others add."""
         size = self.plan.own
         if self.selects:
-            own = allocate(resized(table, dim, size), table).copy_(table.narrow(dim, 0, size))
+            own = allocate(resized(table, dim, size), table)
+            own = own.zero_() if self.unused else own.copy_(table.narrow(dim, 0, size))
         else:
             own, *back = back
         if self.plan.send is not None:
@@ -222,33 +235,56 @@ class RowExchange(Exchange):
 
     def _gather(self, inputs: Tensors, given: Tensors | None, forward: Number, queued: bool) -> list[Tensor]:
         maps, plan = self.maps, self.maps.plan
+        selects = maps.selects and not plan.is_table
+        tables = None if selects else given
+        if maps.are_tables:
+            tables = self._exchange_sent(inputs, forward, tables, queued)
+        else:
+            tables = self._joined(inputs, tables, forward, queued)
+        if not selects:
+            return list(tables)
         outs = given or [self._allocate(*each) for each in zip(self.shapes(inputs), inputs, strict=True)]
-        tables = []
-        for x, out, dim in zip(inputs, outs, maps.dims, strict=True):
-            table = out
-            if maps.selects:
-                table = self._allocate(resized(x, dim, plan.rows - plan.unused), x)
-                if not plan.unused:
-                    copy_items(table.narrow(dim, 0, plan.own), x)
-            table.narrow(dim, table.size(dim) - plan.zeros, plan.zeros).zero_()
+        for table, out, dim in zip(tables, outs, maps.dims, strict=True):
+            y = out.flatten(dim, dim + plan.local.dim() - 1)
+            torch.index_select(table, dim, plan.entries, out=y)
+        return list(outs)
+
+    def _joined(self, inputs: Tensors, given: Tensors | None, forward: Number, queued: bool) -> Tensors:
+        """Return tables of own rows, received ones and zeros."""
+        maps, plan, tables = self.maps, self.maps.plan, []
+        for i, (x, dim) in enumerate(zip(inputs, maps.dims, strict=True)):
+            rows = plan.rows - maps.unused
+            table = given[i] if given else self._allocate(resized(x, dim, rows), x)
+            if maps.selects and not maps.unused:
+                copy_items(table.narrow(dim, 0, plan.own), x)
+            if plan.zeros:
+                table.narrow(dim, rows - plan.zeros, plan.zeros).zero_()
             tables.append(table)
         # Peers write straight to the parts of a table, unless rows are not whole there.
-        targets = maps.parts(tables, plan.unused if maps.selects else 0)
-        sent = maps.sent(inputs, self._allocate)
+        targets = maps.parts(tables)
         if all(target.is_contiguous() for target in targets):
-            self._exchange(sent, forward, targets, queued)
+            self._exchange_sent(inputs, forward, targets, queued)
         else:
-            for target, part in zip(targets, self._exchange(sent, forward, None, queued), strict=True):
+            for target, part in zip(targets, self._exchange_sent(inputs, forward, None, queued), strict=True):
                 copy_items(target, part)
-        if maps.selects:
-            for table, out, dim in zip(tables, outs, maps.dims, strict=True):
-                y = out.flatten(dim, dim + plan.local.dim() - 1)
-                torch.index_select(table, dim, plan.entries, out=y)
-        return list(outs)
+        return tables
+
+    def _exchange_sent(
+        self, inputs: Tensors, forward: Number, targets: Tensors | None, queued: bool
+    ) -> Tensors:
+        """Exchange what the rank sends of its shards, which the core reads there if it can."""
+        maps, group, reads = self.maps, self.group, False
+        if maps.listed is not None and isinstance(group, Group) and group.world > 1:
+            reads = group.channel(self.name, inputs[0].device).lists
+        if not reads or not all(x.is_contiguous() for x in inputs):
+            return self._exchange(maps.sent(inputs, self._allocate), forward, targets, queued)
+        sent = inputs if maps.selects else [x for x in inputs for _ in range(2)]
+        return self._run_plain(sent, forward, targets, queued, maps.listed)
 
     def _add(self, inputs: Tensors, forward: Number, queued: bool) -> list[Tensor]:
         maps = self.maps
-        tables = maps.tables(inputs, self._allocate)
+        is_table = maps.selects and maps.plan.is_table
+        tables = inputs if is_table else maps.tables(inputs, self._allocate)
         back = maps.per_tensor(self._exchange(maps.parts(tables), forward, None, queued))
         triples = zip(tables, back, maps.dims, strict=True)
         return [maps.added(*each, self._allocate) for each in triples]

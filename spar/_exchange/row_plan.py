@@ -74,6 +74,13 @@ class RowPlan:
         entries = self.local.reshape(-1)
         return entries - self.unused if self.unused else entries
 
+    @functools.cached_property
+    def is_table(self) -> bool:
+        """Whether the index lists the whole table behind unused rows: nothing is to be selected."""
+        if self.local.shape != (self.rows - self.unused,):
+            return False
+        return torch.equal(self.entries, torch.arange(len(self.entries), device=self.local.device))
+
     def args(self, dim: int, world: int) -> tuple[Args, ...]:
         """Return the layouts of each tensor that is received."""
         if self.send is not None:

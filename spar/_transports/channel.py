@@ -29,6 +29,7 @@ class Channel(Protocol):
         enqueues: whether a call only gives work to the device's current stream.
         in_flight_from: so many bytes of a rank an exchange must have at least to be in flight while the rank
             computes: for fewer, or where it takes the kernel's cores, a wait for it takes less time.
+        lists: whether it reads rows by an index: those of a core that has `rows`.
         exchange: `exchange(core, inputs, outs, forward, alike, number, deadline)` runs one exchange and
             returns its outputs, new contiguous tensors in whatever memory the transport uses. `core` is what
             all ranks agree on. `inputs` have one dtype and device. `outs`: contiguous tensors to write the
@@ -44,6 +45,7 @@ class Channel(Protocol):
     sides: int
     enqueues: bool
     in_flight_from: int
+    lists: bool
 
     @property
     def exchange(self) -> Run: ...

@@ -23,6 +23,7 @@ class CoreChannel:
     sides = 0
     enqueues = False
     in_flight_from = WORTH_A_CALL
+    lists = False
 
     def __init__(self, group: GroupState, core: _C.Comm | None) -> None:
         self.group: GroupState = weakref.proxy(group)

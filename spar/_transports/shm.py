@@ -20,6 +20,7 @@ class ShmChannel(CoreChannel):
     """One exchange is one call of the core, which allocates the output in the arena."""
 
     name = "shm"
+    lists = True
     core: _C.Comm
     copies_alone = True  # between the ranks nothing needs time but copies
 

@@ -104,7 +104,7 @@ static spar_status push(spar_comm *comm, const spar_call *call)
         return spar_fail(SPAR_NO_MEMORY, "no memory for %d ranks", comm->world);
     for (int rank = 0; rank < comm->world; rank++)
         outputs[rank] = w->members[rank].call->outputs;
-    spar_push(call->plan, call->inputs, outputs, &call->scale);
+    spar_push(call->plan, call->inputs, call->rows, outputs, &call->scale);
     free(outputs);
     return SPAR_OK;
 }

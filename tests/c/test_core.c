@@ -33,7 +33,7 @@ static void exchange_packed(member *m, const spar_plan *plan, const spar_call *c
 {
     for (int peer = 0; peer < m->world; peer++) {
         void *wire = m->wires[m->rank][peer] = malloc((size_t)plan->push[peer].bytes);
-        spar_pack(plan, peer, call->inputs, wire);
+        spar_pack(plan, peer, call->inputs, call->rows, wire);
     }
     pthread_barrier_wait(m->barrier);
     spar_copy_own(plan, call->inputs, call->outputs, &unscaled);

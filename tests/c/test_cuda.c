@@ -144,7 +144,7 @@ static void pack(run_state *t)
     for (int peer = 0; peer < plan->world; peer++) {
         int64_t bytes = plan->push[peer].bytes;
         unsigned char *wanted = malloc((size_t)bytes + 1);
-        spar_pack(plan, peer, t->inputs, wanted);
+        spar_pack(plan, peer, t->inputs, NULL, wanted);
         if (t->scale.dtype != SPAR_UNSCALED && bytes)
             spar_scale_items(&t->scale, (char *)wanted, (char *)wanted, bytes / t->item, t->item, t->item);
         expect_same(t, wires[peer].data, wanted, bytes);

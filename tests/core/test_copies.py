@@ -13,11 +13,18 @@ import pytest
 import torch
 from helpers import core
 from helpers.cases import Case, Part
-from helpers.core import Scale, ScaleType
+from helpers.core import Rows, Scale, ScaleType
 from helpers.reference import in_runs, zigzag
 from helpers.tables import Cut, Move, by_rule
 
-from spar._exchange.layouts import WHOLE, by_sizes, even, pair, zigzag as zigzag_layout
+from spar._exchange.layouts import (
+    WHOLE,
+    by_receiver,
+    by_sizes,
+    even,
+    pair,
+    zigzag as zigzag_layout,
+)
 
 pytestmark = pytest.mark.usefixtures("stores")
 
@@ -192,3 +199,21 @@ def test_gather_of_permuted_dims(scaled: bool) -> None:
     for (y,) in core.world(3).exchange(plans, inputs, scale=scale):
         expected = x.transpose(1, 2).reshape(150, 700)
         assert torch.equal(y.view(torch.float32).squeeze(-1), expected / 3 if scaled else expected)
+
+
+@pytest.mark.parametrize("width", [1, 48, 64, 1000])
+def test_listed_rows(width: int, team: None) -> None:
+    """Rows that an index lists, of inputs with gaps between rows, are those that were selected before."""
+    inputs = [[torch.randint(256, (50, width + 3, 1), dtype=torch.uint8)[:, :width]] for _ in range(3)]
+    sizes = [5, 90, 3, 400, 0, 260, 7, 0, 1]
+    counts = [sum(sizes[owner::3]) for owner in range(3)]
+    indexes = [torch.randint(50, (count,)) for count in counts]
+    rows = [Rows(index.data_ptr(), width, width + 3) for index in indexes]
+    packed = [[x[index]] for (x,), index in zip(inputs, indexes, strict=True)]
+    plans = core.build_plans("exchange", packed, [list(by_receiver(0, 3, sizes))])
+    expected = core.world(3).exchange(plans, packed)
+    for threads in (1, 3):
+        core.library().spar_threads_limit(threads)
+        core.library().spar_threads_min_bytes(1000)
+        for (y,), (z,) in zip(core.world(3).exchange(plans, inputs, rows=rows), expected, strict=True):
+            assert torch.equal(y, z)

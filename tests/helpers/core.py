@@ -37,6 +37,7 @@ from helpers.core_abi import (  # tests import some of these names from here
     PlanTensor,
     Refusal as Refusal,
     Request,
+    Rows,
     Scale,
     ScaleType,
     SetupResult,
@@ -262,9 +263,10 @@ class World:
         inputs: Sequence[Inputs],
         *,
         scale: Scale | None = None,
+        rows: Sequence[Rows] | None = None,
         seconds: float = 30,
     ) -> list[Outcome | None]:
-        """Make one call on every rank that has a plan, each on its own thread."""
+        """Make one call on every rank that has a plan, each on its own thread; rows: of each rank's input."""
         calls: list[tuple[int, Call, list[Output]]] = []
         deadline = time.monotonic_ns() + int(seconds * 1e9)
         for rank, (plan, own) in enumerate(zip(plans, inputs, strict=True)):
@@ -277,6 +279,7 @@ class World:
                 inputs=addresses(own),
                 outputs=targets,
                 scale=scale or unscaled(),
+                rows=None if rows is None else ctypes.pointer(rows[rank]),
                 deadline=Deadline(deadline),
             )
             calls.append((rank, call, room))
@@ -331,7 +334,7 @@ def exchange_packed(
             if a == b or sizes[a][b] == 0:
                 continue
             wire = Output((sizes[a][b],))
-            core.spar_pack(sender.handle, b, sources[a], wire.items.data_ptr())
+            core.spar_pack(sender.handle, b, sources[a], None, wire.items.data_ptr())
             assert wire.guards_are_intact()
             core.spar_unpack(receiver.handle, a, wire.items.data_ptr(), targets[b], byref(scale))
     assert all(output.guards_are_intact() for room in outputs for output in room)

@@ -208,10 +208,15 @@ class SetupResult(ctypes.Structure):
     )
 
 
+class Rows(ctypes.Structure):
+    _fields_ = (("index", c_void_p), ("bytes", c_int64), ("stride", c_int64))
+
+
 class Call(ctypes.Structure):
     _fields_ = (
         ("plan", POINTER(PlanStruct)),
         ("inputs", POINTER(c_void_p)),
+        ("rows", POINTER(Rows)),
         ("outputs", POINTER(c_void_p)),
         ("blocks", c_void_p),
         ("targets", c_void_p),
@@ -328,6 +333,7 @@ _STRUCTS = {
     "request": Request,
     "plan_stats": PlanStats,
     "scale": Scale,
+    "rows": Rows,
     "span": Span,
     "entered": Entered,
     "endpoint": Endpoint,
@@ -358,7 +364,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "plan_cache_limit": (None, [c_int64]),
     "nontemporal_use_min": (None, [c_int64]),
     "sum": (None, [c_int, c_void_p, POINTER(c_void_p), c_int, c_int64]),
-    "pack": (None, [POINTER(PlanStruct), c_int, POINTER(c_void_p), c_void_p]),
+    "pack": (None, [POINTER(PlanStruct), c_int, POINTER(c_void_p), c_void_p, c_void_p]),
     "unpack": (None, [POINTER(PlanStruct), c_int, c_void_p, POINTER(c_void_p), POINTER(Scale)]),
     "copy_own": (None, [POINTER(PlanStruct), POINTER(c_void_p), POINTER(c_void_p), POINTER(Scale)]),
     "cuda_open": (c_int, []),

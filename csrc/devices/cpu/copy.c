@@ -147,10 +147,31 @@ static void copy_strips(const spar_copy *c, int tensor, int64_t dst, const char 
     }
 }
 
+/* Copies bytes low to high of a block whose rows are listed. */
+static void copy_listed(const spar_copy *c, const spar_block *block, int64_t low, int64_t high)
+{
+    const spar_rows *rows = &c->rows[block->tensor];
+    const char *from = c->from[block->tensor];
+    char *d = (char *)c->to[0][block->tensor] + block->dst + low;
+    int64_t row = (block->src + low) / rows->bytes, skipped = (block->src + low) % rows->bytes;
+    int64_t last = (block->src + high - 1) / rows->bytes;
+    for (int64_t n, left = high - low; left > 0; left -= n, d += n, row++, skipped = 0) {
+        n = rows->bytes - skipped < left ? rows->bytes - skipped : left;
+        for (int64_t line = 0; n <= SHORT_RUN && line < n && row + ROWS_AHEAD <= last;
+             line += SPAR_CACHE_LINE)
+            __builtin_prefetch(from + rows->index[row + ROWS_AHEAD] * rows->stride + line);
+        copy_runs(c, d, from + rows->index[row] * rows->stride + skipped, 1, n, n, n);
+    }
+}
+
 /* Copies bytes low to high of runs first to first + count of each of a block's rows, in loop order. */
 static void copy_block(const spar_copy *c, const spar_block *block, int64_t first, int64_t count, int64_t low,
                        int64_t high)
 {
+    if (spar_is_listed(c->rows, block->tensor)) {
+        copy_listed(c, block, low, high);
+        return;
+    }
     int64_t at[SPAR_MAX_DIMS] = {0}, dst = block->dst + low;
     const char *s = (const char *)(c->wire ? c->wire : c->from[block->tensor]) + block->src + low;
     const spar_dim *dims = c->dims + block->dims, *rows = NULL;

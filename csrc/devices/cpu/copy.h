@@ -3,9 +3,8 @@
 #ifndef SPAR_COPY_H
 #define SPAR_COPY_H
 
-#include "devices/scale.h"
+#include "devices/execute.h"
 #include "devices/cpu/nontemporal.h"
-#include "plan/plan.h"
 
 /* One pass over the source. */
 typedef struct {
@@ -14,6 +13,7 @@ typedef struct {
     const spar_range *ranges; /* [targets]; unless in_turn, all are as the first one */
     int targets;
     const void *const *from; /* [tensor] */
+    const spar_rows *rows;   /* [tensor], or NULL; only for one target */
     const void *wire;        /* instead of `from`: the tensors, concatenated */
     void *const *const *to;  /* [target][tensor] */
     const spar_scale *scale;

@@ -55,14 +55,15 @@ static int receive_the_same(const spar_plan *plan, void *const *const *outputs)
     return plan->world > 1;
 }
 
-void spar_push(const spar_plan *plan, const void *const *inputs, void *const *const *outputs,
-               const spar_scale *scale)
+void spar_push(const spar_plan *plan, const void *const *inputs, const spar_rows *rows,
+               void *const *const *outputs, const spar_scale *scale)
 {
     spar_copy c = {.blocks = plan->blocks,
                    .dims = plan->dims,
                    .ranges = plan->push,
                    .targets = plan->world,
                    .from = inputs,
+                   .rows = rows,
                    .to = outputs,
                    .scale = scale,
                    .bytes = plan->push->bytes};
@@ -92,7 +93,14 @@ void spar_copy_own(const spar_plan *plan, const void *const *inputs, void *const
                    const spar_scale *scale)
 {
     const spar_range *own = &plan->push[plan->rank];
-    spar_copy c = {plan->blocks, plan->dims, own, 1, inputs, NULL, &outputs, scale, own->bytes, 0, 0};
+    spar_copy c = {.blocks = plan->blocks,
+                   .dims = plan->dims,
+                   .ranges = own,
+                   .targets = 1,
+                   .from = inputs,
+                   .to = &outputs,
+                   .scale = scale,
+                   .bytes = own->bytes};
     spar_copy_all(&c, c.bytes);
 }
 
@@ -100,11 +108,18 @@ void spar_unpack(const spar_plan *plan, int peer, const void *wire, void *const 
                  const spar_scale *scale)
 {
     const spar_range *pull = &plan->pull[peer];
-    spar_copy c = {plan->blocks, plan->dims, pull, 1, NULL, wire, &outputs, scale, pull->bytes, 0, 0};
+    spar_copy c = {.blocks = plan->blocks,
+                   .dims = plan->dims,
+                   .ranges = pull,
+                   .targets = 1,
+                   .wire = wire,
+                   .to = &outputs,
+                   .scale = scale,
+                   .bytes = pull->bytes};
     spar_copy_all(&c, c.bytes);
 }
 
-void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, void *wire)
+void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, const spar_rows *rows, void *wire)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     const spar_range *push = &plan->push[peer];
@@ -115,7 +130,15 @@ void spar_pack(const spar_plan *plan, int peer, const void *const *inputs, void 
         spar_block block = plan->blocks[push->first + i];
         const void *const *from = &inputs[block.tensor];
         spar_range range = {0, 1, spar_packed_dims(plan, &block, 0, dims)};
-        spar_copy c = {&block, dims, &range, 1, from, NULL, &to, &unscaled, range.bytes, 0, 0};
+        spar_copy c = {.blocks = &block,
+                       .dims = dims,
+                       .ranges = &range,
+                       .targets = 1,
+                       .from = from,
+                       .rows = rows ? rows + block.tensor : NULL,
+                       .to = &to,
+                       .scale = &unscaled,
+                       .bytes = range.bytes};
         block.dst = at;
         block.dims = block.tensor = 0;
         spar_copy_all(&c, c.bytes);
