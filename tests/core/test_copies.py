@@ -23,6 +23,7 @@ from spar._exchange.layouts import (
     by_sizes,
     even,
     pair,
+    rotated,
     zigzag as zigzag_layout,
 )
 
@@ -217,3 +218,19 @@ def test_listed_rows(width: int, team: None) -> None:
         core.library().spar_threads_min_bytes(1000)
         for (y,), (z,) in zip(core.world(3).exchange(plans, inputs, rows=rows), expected, strict=True):
             assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("world", [3, 9])
+def test_inputs_that_all_receive_at_other_places(world: int, scaled: bool) -> None:
+    """Each rank has its own rows first, and behind them those of the next ranks, counted round."""
+    sizes = [500 + 3 * rank for rank in range(world)]
+    whole = [torch.randn(size, 7) for size in sizes]
+    inputs = [[x.unsqueeze(-1).view(torch.uint8)] * world for x in whole]
+    turns = [pair(by_sizes(0, sizes), rotated(0, sizes, (world - k) % world)) for k in range(world)]
+    plans = core.build_plans("exchange", inputs, [list(turn) for turn in turns])
+    scale = Scale(ScaleType.F32, True, 3.0) if scaled else None
+    for rank, found in enumerate(core.world(world).exchange(plans, inputs, scale=scale)):
+        for k, y in enumerate(found):
+            x = whole[(rank + k) % world]
+            assert torch.equal(y.view(torch.float32).squeeze(-1), x / 3 if scaled else x)

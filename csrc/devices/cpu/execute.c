@@ -5,10 +5,13 @@
 
 enum {
     SHORT_STEP = 1 << 16, /* bytes from one run of a target to its next, at most */
-    LARGE = 1 << 17, /* bytes for a target, from which on an input is read from memory rather than a cache */
+    TOGETHER = 8,         /* targets that receive the same bytes at a time */
+    LARGE = 1 << 17,      /* bytes for a target, from which on an input is read from
+                      memory rather than a cache */
 };
 
-/* Whether the targets' i-th blocks have equal loops, of short steps that hold one run of each. */
+/* Whether the targets' i-th blocks have equal loops, of short steps that hold
+ * one run of each. */
 static int are_neighbours(const spar_copy *c, int64_t i)
 {
     const spar_block *lead = spar_copy_block(c, 0, i);
@@ -30,7 +33,8 @@ static int are_neighbours(const spar_copy *c, int64_t i)
     return high - low <= loops[lead->ndim - 1].src;
 }
 
-/* Whether to copy in turn. One target's runs alone are read with gaps, at half the speed. */
+/* Whether to copy in turn. One target's runs alone are read with gaps, at half
+ * the speed. */
 static int gains_in_turn(const spar_copy *c)
 {
     for (int target = 0; target < c->targets; target++)
@@ -42,6 +46,55 @@ static int gains_in_turn(const spar_copy *c)
         if (!are_neighbours(c, i))
             return 0;
     return 1;
+}
+
+static const char *source_of(const spar_copy *c, const spar_block *block)
+{
+    return (const char *)c->from[block->tensor] + block->src;
+}
+
+/* Whether the targets' blocks are the same runs of the inputs, which each
+ * receives at a place of its own. */
+static int read_the_same(const spar_copy *c)
+{
+    for (int target = 0; target < c->targets; target++)
+        if (!c->to[target] || c->ranges[target].count != c->ranges->count)
+            return 0;
+    for (int64_t i = 0; i < c->ranges->count; i++) {
+        const spar_block *lead = spar_copy_block(c, 0, i);
+        for (int target = 0; target < c->targets; target++) {
+            const spar_block *block = spar_copy_block(c, target, i);
+            if (block->ndim > 0 || block->run != lead->run || source_of(c, block) != source_of(c, lead) ||
+                spar_is_listed(c->rows, block->tensor))
+                return 0;
+        }
+    }
+    return c->targets > 1;
+}
+
+/* Reads the i-th block of each target once. */
+static void push_together(const spar_copy *c, int64_t i)
+{
+    const spar_block *lead = spar_copy_block(c, 0, i), block = {.run = lead->run};
+    const void *const from = source_of(c, lead);
+    const spar_range range = {0, 1, lead->run};
+    for (int first = 0, n; first < c->targets; first += n) {
+        void *at[TOGETHER], *const *to[TOGETHER];
+        for (n = 0; n < TOGETHER && first + n < c->targets; n++) {
+            const spar_block *own = spar_copy_block(c, first + n, i);
+            at[n] = (char *)c->to[first + n][own->tensor] + own->dst;
+            to[n] = &at[n];
+        }
+        spar_copy part = {.blocks = &block,
+                          .dims = c->dims,
+                          .ranges = &range,
+                          .targets = n,
+                          .from = &from,
+                          .to = to,
+                          .scale = c->scale,
+                          .bytes = lead->run};
+        spar_copy_all(&part, part.bytes);
+    }
 }
 
 static int receive_the_same(const spar_plan *plan, void *const *const *outputs)
@@ -69,6 +122,11 @@ void spar_push(const spar_plan *plan, const void *const *inputs, const spar_rows
                    .bytes = plan->push->bytes};
     if (receive_the_same(plan, outputs)) {
         spar_copy_all(&c, c.bytes);
+        return;
+    }
+    if (read_the_same(&c)) {
+        for (int64_t i = 0; i < c.ranges->count; i++)
+            push_together(&c, i);
         return;
     }
     for (int rank = 1; rank < plan->world; rank++)
