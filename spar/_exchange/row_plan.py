@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan which rows of a sharded dim travel, where each rank wants rows by their index in the whole.
 
-No rank knows what the others want. So owners learn in two exchanges what to send: how many rows each rank
+A rank that does not know what the others want learns in two exchanges what to send: how many rows each rank
 wants of each, and which. Each row travels once to a rank, however often its index has it.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from .._group.group import Call
 from .arguments import Arguments
 from .exchange import Exchange
 from .gather_plan import placed
-from .layouts import WHOLE, Args, Layout, by_receiver, by_sizes, even, pair, rotated, shards, swapped
+from .layouts import WHOLE, Args, Layout, Piece, by_receiver, by_sizes, even, pair, rotated, shards, swapped
 from .observers import is_fake
 
 # An index has it where it wants zeros.
@@ -93,48 +95,81 @@ class RowPlan:
         return pair(by_sizes(dim, self.held), by_sizes(dim, self.held))
 
 
+class _Wanted(NamedTuple):
+    """The rows that one rank wants, by their numbers among the rows of all ranks."""
+
+    numbers: Tensor  # of each entry of its index, in one dim, or PADDING
+    is_other: Tensor  # whether it is another rank's
+    rows: Tensor  # those of others, sorted, and so owner by owner, each once
+    places: Tensor  # the place among these of each entry that is another rank's
+    counts: Tensor  # how many of them each rank has
+
+
 def plan_rows(call: Arguments, layout: Layout, padding: bool) -> RowPlan:
     """Return a rank's plan for the index that is the call's input: two exchanges at most.
 
     layout: of the dim that is sharded. padding: whether the index may have PADDING.
     """
-    index, world, rank = call.input, call.world, call.rank
-    ends, runs = _rank_order(layout, world)
+    index, world = call.input, call.world
+    ends, runs = _rank_order(shards(layout, world))
     flat = _checked(call, ends[-1], padding)
-    is_zero = flat < 0
     numbers = _numbered(flat.clamp(min=0) if padding else flat, runs)
-    held = tuple([end - begin for begin, end in itertools.pairwise(ends)])
-    begin, own = ends[rank], held[rank]
-    is_other = ((numbers < begin) | (numbers >= begin + own)) & ~is_zero
-    wanted, places = _distinct(numbers[is_other], ends[-1])
-    local = numbers - begin
-    bounds = torch.tensor(ends, dtype=torch.int64, device=flat.device)
-    counts = torch.searchsorted(wanted, bounds).diff()
-    table = _exchanged(call, counts[None], pair(even(0, world), WHOLE), "counts").reshape(-1).tolist()
+    if padding:
+        numbers[flat < 0] = PADDING
+    wanted = _wanted(numbers, ends, call.rank)
+    sizes = _exchanged(call, wanted.counts[None], pair(even(0, world), WHOLE), "counts").flatten().tolist()
     send: Tensor | None = None
-    if _are_most(sum(table), ends[-1], world):
-        table = [0 if r == owner else held[owner] for r in range(world) for owner in range(world)]
-        parts = held[rank + 1 :] + held[:rank]
+    if not _are_most(sum(sizes), ends[-1], world):
+        begins = torch.tensor(ends[:-1], dtype=torch.int64, device=index.device)
+        asked = wanted.rows - begins.repeat_interleave(wanted.counts)
+        asked = asked.to(torch.int32) if ends[-1] < 2**31 else asked
+        send = _exchanged(call, asked, swapped(by_receiver(0, world, sizes)), "places").to(torch.int64)
+    plan = _planned(wanted, ends, call.rank, sizes, send, index.shape, int(padding))
+    return replace(plan, note=f"plan of call {getattr(call.group, 'calls', 0)}")
+
+
+def plan_known(held: Sequence[Sequence[Piece]], indexes: Sequence[Tensor], rank: int) -> RowPlan:
+    """Return a rank's plan where it knows the indexes of all ranks, without an exchange.
+
+    held: the runs of the whole that each rank has.
+    """
+    ends, runs = _rank_order(held)
+    wanted = [_wanted(_numbered(x.flatten().long(), runs), ends, r) for r, x in enumerate(indexes)]
+    sizes = torch.cat([each.counts for each in wanted]).tolist()
+    own = [each.rows[(each.rows >= ends[rank]) & (each.rows < ends[rank + 1])] for each in wanted]
+    return _planned(wanted[rank], ends, rank, sizes, torch.cat(own) - ends[rank], indexes[rank].shape)
+
+
+def _wanted(numbers: Tensor, ends: list[int], rank: int) -> _Wanted:
+    is_other = (numbers >= 0) & ((numbers < ends[rank]) | (numbers >= ends[rank + 1]))
+    rows, places = _distinct(numbers[is_other], ends[-1])
+    bounds = torch.tensor(ends, dtype=torch.int64, device=numbers.device)
+    return _Wanted(numbers, is_other, rows, places, torch.searchsorted(rows, bounds).diff())
+
+
+def _planned(
+    wanted: _Wanted,
+    ends: list[int],
+    rank: int,
+    sizes: list[int],
+    send: Tensor | None,
+    shape: torch.Size,
+    zeros: int = 0,
+) -> RowPlan:
+    """Return the plan of a rank that knows what it sends, of an index of a shape."""
+    held = tuple([end - begin for begin, end in itertools.pairwise(ends)])
+    own, local = held[rank], wanted.numbers - ends[rank]
+    if send is None:
+        parts, ranks = held[rank + 1 :] + held[:rank], range(len(held))
+        sizes = [0 if r == owner else held[owner] for r in ranks for owner in ranks]
         local = local % max(ends[-1], 1)
     else:
-        local[is_other] = places + own
-        asked = wanted - bounds[:-1].repeat_interleave(counts)
-        asked = asked.to(torch.int32) if ends[-1] < 2**31 else asked
-        send = _exchanged(call, asked, swapped(by_receiver(0, world, table)), "places").to(torch.int64)
-        parts = (len(wanted),)
-    if padding:
-        local[is_zero] = own + sum(parts)
-    return RowPlan(
-        local.reshape(index.shape),
-        send,
-        tuple(table),
-        held,
-        own=own,
-        zeros=int(padding),
-        unused=own if is_other.all() else 0,
-        parts=parts,
-        note=f"plan of call {getattr(call.group, 'calls', 0)}",
-    )
+        parts = (len(wanted.rows),)
+        local[wanted.is_other] = wanted.places + own
+    if zeros:
+        local[wanted.numbers < 0] = own + sum(parts)
+    unused = own if wanted.is_other.all() else 0
+    return RowPlan(local.reshape(shape), send, tuple(sizes), held, own, zeros, unused, parts)
 
 
 def _checked(call: Arguments, total: int, padding: bool) -> Tensor:
@@ -157,10 +192,10 @@ def _checked(call: Arguments, total: int, padding: bool) -> Tensor:
     return flat
 
 
-def _rank_order(layout: Layout, world: int) -> tuple[list[int], list[tuple[int, int]]]:
+def _rank_order(held: Sequence[Sequence[Piece]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Number the rows rank by rank: where each rank's end, and by how much each run of the whole moves."""
     ends, runs = [0], []
-    for listed in shards(layout, world):
+    for listed in held:
         begin = ends[-1]
         runs += [(run.start, begin + at - run.start) for at, run in placed(listed)]
         ends.append(begin + sum([run.size for run in listed]))

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._exchange.arguments import Arguments, apply_together, ranks_of
 from .._exchange.layouts import swapped
 from .._exchange.row_exchange import RowExchange, RowMaps
-from .._exchange.row_plan import RowPlan
+from .._exchange.row_plan import RowPlan, plan_known
 from .memory import in_order_of, version_of
 from .moving import runs_of
 from .part import Part, Parts
@@ -26,7 +26,7 @@ _NAME = "a sharded model"
 _MOST = 64  # of what is known in a forward
 
 
-class Rows(NamedTuple):
+class RowTable(NamedTuple):
     """A rank's table: its rows of a part, and behind them those of others that its part of an index names.
 
     Attributes:
@@ -90,8 +90,8 @@ def part_of_index(part: Part, index: Tensor, dim: int) -> Part:
     return parts.part(dim, (index.size(dim),))
 
 
-def rows_of(part: Part, index: Tensor, of_index: Part, wraps: bool = False) -> Rows:
-    """Return the rows of a part that a whole index of ints names, of which each rank has its part.
+def row_table(part: Part, index: Tensor, of_index: Part, wraps: bool = False) -> RowTable:
+    """Return the table of a part's rows that a whole index of ints names, of which each rank has its part.
 
     wraps: whether ints below 0 count from the last row.
 
@@ -100,7 +100,7 @@ def rows_of(part: Part, index: Tensor, of_index: Part, wraps: bool = False) -> R
     """
     dims = [dim for dim, size in enumerate(index.shape) if size != 1 or dim == of_index.dim]
     key = part, of_index.at(dims.index(of_index.dim)), wraps, *_strides(index)
-    rows: Rows = _known(part.parts, index, key, lambda: _rows(part, index, of_index, wraps))
+    rows: RowTable = _known(part.parts, index, key, lambda: _row_table(part, index, of_index, wraps))
     shape = [*index.shape]
     shape[of_index.dim] = of_index.local
     return rows._replace(local=rows.local.view(shape))
@@ -126,43 +126,13 @@ def _strides(index: Tensor) -> tuple[object, ...]:
     return index.storage_offset(), *sizes
 
 
-def _rows(part: Part, index: Tensor, of_index: Part, wraps: bool) -> Rows:
-    plan = _planned(part, index, of_index, wraps)
+def _row_table(part: Part, index: Tensor, of_index: Part, wraps: bool) -> RowTable:
+    index, ranks = _checked(part, index, wraps), range(part.parts.world)
+    indexes = [_of_rank(index, of_index, rank) for rank in ranks]
+    plan = plan_known([runs_of(part, rank) for rank in ranks], indexes, part.parts.rank)
     group, maps = ranks_of(part.parts.group, _NAME), RowMaps(plan, [part.dim], selects=False)
     gathers, adds = [RowExchange(_NAME, group, maps, adds) for adds in (False, True)]
-    return Rows(part, plan, plan.local, gathers, adds)
-
-
-def _planned(part: Part, index: Tensor, of_index: Part, wraps: bool) -> RowPlan:
-    parts, device = part.parts, index.device
-    places = _numbered(part, _checked(part, index, wraps))
-    starts = [sum(part.sizes[:rank]) for rank in range(parts.world)]
-    first, end = starts[parts.rank], starts[parts.rank] + part.local
-    own = torch.arange(first, end, device=device)
-    sizes, send = [], []
-    for rank in range(parts.world):
-        is_wanted = torch.zeros(part.whole, dtype=torch.bool, device=device)
-        is_wanted[_of_rank(places, of_index, rank).flatten()] = True
-        is_wanted[starts[rank] : starts[rank] + part.sizes[rank]] = False  # its own
-        sizes += [each.sum() for each in is_wanted.split([*part.sizes])]
-        send.append(is_wanted[first:end].nonzero().squeeze(1))
-        if rank == parts.rank:
-            (received,) = is_wanted.nonzero(as_tuple=True)
-    table = torch.cat([own, received])
-    in_table = torch.empty(part.whole, dtype=torch.int64, device=device)
-    in_table[table] = torch.arange(len(table), device=device)
-    local = in_table[_of_rank(places, of_index, parts.rank)]
-    counts = tuple(torch.stack(sizes).tolist())
-    return RowPlan(
-        local,
-        send=torch.cat(send),
-        sizes=counts,
-        held=part.sizes,
-        own=part.local,
-        zeros=0,
-        unused=0,
-        parts=(len(received),),
-    )
+    return RowTable(part, plan, plan.local, gathers, adds)
 
 
 def _checked(part: Part, index: Tensor, wraps: bool) -> Tensor:
@@ -176,17 +146,6 @@ def _checked(part: Part, index: Tensor, wraps: bool) -> Tensor:
             f"{part.whole}, on rank {part.parts.rank} of {part.parts.world}"
         )
     return torch.where(index < 0, index + part.whole, index) if low < 0 else index
-
-
-def _numbered(part: Part, index: Tensor) -> Tensor:
-    """Return an index into the rows of all ranks, one rank's behind another's."""
-    if part.rows is not None:  # they lie in this order
-        return index.long()
-    runs = [run for rank in range(part.parts.world) for run in runs_of(part, rank)]
-    order = torch.cat([torch.arange(run.start, run.start + run.size, device="cpu") for run in runs])
-    places = torch.empty_like(order)
-    places[order] = torch.arange(part.whole, device="cpu")
-    return places.to(index.device)[index.long()]
 
 
 def _of_rank(index: Tensor, of_index: Part, rank: int) -> Tensor:

@@ -272,7 +272,7 @@ class Parts:
         self._made: WeakValueDictionary[tuple[object, ...], Part] = WeakValueDictionary()
         self._layouts: dict[tuple[int, ...], SequenceLayout] = {}
         self.moves: dict[tuple[Part, Part, int], GatherPlan | None] = {}  # the plans of `moved`
-        self.indexes: dict[tuple[object, ...], Any] = {}  # of this forward: what `rows_of` has found
+        self.indexes: dict[tuple[object, ...], Any] = {}  # of this forward: what `row_table` has found
         self.tiles: dict[tuple[tuple[int, ...], int], Any] = {}  # `TileParts`, by their lengths and size
 
     def __deepcopy__(self, memo: object) -> Parts:

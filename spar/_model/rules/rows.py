@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..dtensors import is_distributed
-from ..indexed import part_of_index, rows_of
+from ..indexed import part_of_index, row_table
 from ..moving import moved
 from ..part import Part, Parts, mark, part_of, whole_shape
 
@@ -56,7 +56,7 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
             own = _taken(name, x, dim, parts.shard(index, of_index))
         else:
             of_index = part_of_index(part, index, along)
-            rows = rows_of(part, index, of_index, wraps=name == "__getitem__")
+            rows = row_table(part, index, of_index, wraps=name == "__getitem__")
             own = _taken(name, rows.table(x), dim, rows.local)
         return mark(own, of_index.at(dim + along))
 
@@ -107,7 +107,7 @@ def gather(call: FunctionCall) -> Plan | None:
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         given = FunctionCall(parts, name, function, args, kwargs)
-        rows = rows_of(part, one_of_equal(parts.gather(given.get(2, "index")), dim), of_index)
+        rows = row_table(part, one_of_equal(parts.gather(given.get(2, "index")), dim), of_index)
         sizes = [of_index.local if d == dim else size for d, size in enumerate(shape)]
         return rows.table(given.input).gather(dim, rows.local.expand(sizes))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..dtensors import is_distributed
-from ..indexed import Rows, rows_of
+from ..indexed import RowTable, row_table
 from ..part import Part, mark, part_of, whole_shape
 from .rows import one_of_equal
 
@@ -36,7 +36,7 @@ class _Scatter:
     source: Tensor
     how: str
     includes: bool  # the rows themselves, where something is added to them
-    wraps: bool  # as of `rows_of`
+    wraps: bool  # as of `row_table`
 
     @property
     def is_sum(self) -> bool:
@@ -141,7 +141,7 @@ def _reduced(x: Tensor, scatter: _Scatter, part: Part, of_index: Part) -> Tensor
     if not scatter.is_of_items:
         index = index.view([-1 if d == dim else 1 for d in range(x.dim())])
     index = one_of_equal(index, dim)
-    rows = rows_of(part, index, of_index, scatter.wraps)
+    rows = row_table(part, index, of_index, scatter.wraps)
     if scatter.is_sum:
         return x + _summed(rows, x, source)
     sizes = [part.whole if d == dim else size for d, size in enumerate(index.shape)]
@@ -157,22 +157,24 @@ def _reduced(x: Tensor, scatter: _Scatter, part: Part, of_index: Part) -> Tensor
     return out if includes else torch.where(own > 0, out, x)
 
 
-def _summed(rows: Rows, x: Tensor, source: Tensor) -> Tensor:
+def _summed(rows: RowTable, x: Tensor, source: Tensor) -> Tensor:
     """Return the sum, for each of this rank's rows, of what all ranks add to it."""
     return rows.added(_table(rows, x, 0).scatter_add(*_places(rows, source), source))
 
 
-def _table(rows: Rows, x: Tensor, fill: float) -> Tensor:
+def _table(rows: RowTable, x: Tensor, fill: float) -> Tensor:
     dim = rows.part.dim
     return x.new_full([*x.shape[:dim], rows.plan.rows, *x.shape[dim + 1 :]], fill)
 
 
-def _places(rows: Rows, source: Tensor) -> tuple[int, Tensor]:
+def _places(rows: RowTable, source: Tensor) -> tuple[int, Tensor]:
     """Return where a rank's source goes in its table: the dim, and an index as scatter_add has."""
     return rows.part.dim, rows.local.expand_as(source)
 
 
-def _extreme(rows: Rows, x: Tensor, source: Tensor, how: str, includes: bool, is_reached: Tensor) -> Tensor:
+def _extreme(
+    rows: RowTable, x: Tensor, source: Tensor, how: str, includes: bool, is_reached: Tensor
+) -> Tensor:
     """Return the largest or the smallest of what is in each of this rank's rows and added to it.
 
     is_reached: whether something is added to a row.
@@ -207,7 +209,7 @@ class _Shared(torch.autograd.Function):
         x: Tensor,
         source: Tensor,
         out: Tensor,
-        rows: Rows,
+        rows: RowTable,
         is_own: Tensor,
         is_source: Tensor,
         count: Tensor,
