@@ -6,21 +6,23 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from types import NoneType
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from .._deprecated import outside_level
-from .._exchange.arguments import Arguments, Key, ranks_of
+from .._exchange.arguments import Arguments, ranks_of
 from .._group.group import Call, Group
 from .._group.log import log
 from .._group.registry import by_process_group, place_of
 from .._transports.dtypes import PLAIN_TYPES
-from ..sequence_layout import WITH_DOCUMENTS, SequenceLayout
+from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .by_time import speeds_of, step_of
+from .grid_methods import by_rows_and_columns, checked_grid, ulysses_gather
+from .key import key_of
 from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
 from .problem import Attend, Problem, Request, checked, hashes_of
@@ -42,7 +44,10 @@ _METHODS = {
     "ulysses": _Method(ulysses, lambda world: 2),
     "gather": _Method(gather, lambda world: 1),
     "ring": _Method(ring, forward_exchanges),
+    "2d": _Method(by_rows_and_columns, lambda world: 2),
+    "ulysses_gather": _Method(ulysses_gather, lambda world: 2),
 }
+METHODS = tuple(_METHODS)
 
 
 class Attention(NamedTuple):
@@ -108,6 +113,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
+    grid: tuple[int, int] | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -131,6 +137,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
+    grid: tuple[int, int] | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -154,6 +161,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     method: str | None = None,
+    grid: tuple[int, int] | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -173,6 +181,10 @@ def attention(
     - "gather": one exchange; a rank gathers all of K and V, in a balanced layout those of its documents.
       Blocks that `causal` empties are skipped, so that a zigzag layout balances the work.
     - "ring": K and V go round the ranks, which hold at most two shards of them at a time.
+    - "2d": two exchanges; ranks form a grid. A rank attends with the queries of its row to the keys of its
+      column, and results of a row are merged by their log-sum-exp. Not limited by the number of heads.
+    - "ulysses_gather": two exchanges; the ranks of a row share the heads of the row's queries, and gather
+      their keys from all ranks. For numbers of ranks that do not divide the heads.
     - None: for a hybrid layout, ulysses inside the ulysses groups and ring across them; gather for a balanced
       one; else by the speeds that `spar plan --measure` found; else ulysses if there are at least as many
       heads as ranks; else gather.
@@ -189,8 +201,8 @@ def attention(
             `[.., S, S]` that broadcasts to `[B, H, S, S]`; or a key mask `[B, S]`. A key must be left by the
             mask, by `causal`, by the window and by a packed layout.
         window: (left, right), how many keys before and behind its place a query attends to besides the one
-            there; None on a side: all. As flash_attn's window_size, which has -1 for None. Gather and ring
-            then exchange only the keys that a rank's queries attend to.
+            there; None on a side: all. As flash_attn's window_size, which has -1 for None. All methods but
+            ulysses then exchange only the keys that a rank's queries attend to.
         sinks: floating `[H]`, for each head the score of one more key, whose value is 0 (gpt-oss). It may
             require a gradient, which is to be summed over the ranks.
         softcap: c, if scores x are to be c tanh(x / c), as in Gemma 2.
@@ -198,10 +210,12 @@ def attention(
             without dims; it returns what is added to the score there, as ALiBi. torch.vmap calls it for the
             pairs of each block, in backward again. Its result must not require a gradient.
         scale: of the scores; 1 / sqrt(D) by default.
-        dropout_p: the probability that a weight is dropped; not by the ring, nor with sinks, softcap or a
-            bias. Seed the ranks differently, as
-            `spar.rank_seed` does.
-        method: "ulysses", "gather" or "ring"; None chooses.
+        dropout_p: the probability that a weight is dropped; by ulysses and gather alone, and not with sinks,
+            softcap or a bias. Seed the ranks differently, as `spar.rank_seed` does.
+        method: "ulysses", "gather", "ring", "2d" or "ulysses_gather"; None chooses one of the first three.
+        grid: (rows, columns) of ranks for "2d" and "ulysses_gather", whose product is their number. None: by
+            "2d" the grid that sends the fewest bytes; by "ulysses_gather" likewise, of those whose ranks have
+            equally many heads.
         attend: the caller's kernel, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
             equal heads. It applies causality, scale and dropout itself. With gather it is called for each run
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
@@ -229,7 +243,19 @@ def attention(
         raise _layout_error(layout, q)
     function, kernel = (None, attend) if isinstance(attend, str) else (attend, None)
     spans, dense = (mask, None) if isinstance(mask, Spans) else (None, mask)
-    options = causal, window, softcap, scale, dropout_p, method, kernel, seq_dim, head_dim, bool(return_lse)
+    options = (
+        causal,
+        window,
+        grid,
+        softcap,
+        scale,
+        dropout_p,
+        method,
+        kernel,
+        seq_dim,
+        head_dim,
+        bool(return_lse),
+    )
     passed: tuple[Any, ...] = q, k, v, queries, keys, dense, spans, sinks, bias, function, *options
     request = Request(*passed)
     if method is not None or queries.kind != "hybrid" or keys != queries:
@@ -264,7 +290,7 @@ def exchanges_only(
 
     groups: of ulysses, and of the ring around it, for a hybrid layout and method None.
     """
-    options = causal, window, None, None, 0.0, method, None, 1, 2, False, False
+    options = causal, window, None, None, None, 0.0, method, None, 1, 2, False, False
     passed: tuple[Any, ...] = q, k, v, layout, layout, None, mask, None, None, None, *options
     zeros: torch.Tensor = _attend(Request(*passed), groups)
     return zeros
@@ -297,7 +323,7 @@ def _attend(request: Request, groups: tuple[Any, Any] | None = None) -> Any:
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         key = found = None
         if isinstance(group, Group) and not torch.compiler.is_compiling():
-            key = _key(request, dtype, groups)
+            key = key_of(request, dtype, groups)
             found = None if key is None else group.exchanges.get(key)
         if found is None:
             with Arguments("attention", q, group, "q", 0) as checks:
@@ -324,56 +350,17 @@ def _cast(request: Request, dtype: torch.dtype) -> Request:
     return request._replace(**made)
 
 
-# Equal options of other types, such as tensors, need not mean the same.
-_EXACT = frozenset({bool, int, float, str, NoneType})
-
-
-def _key(request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | None) -> Key:
-    """Return by what a group remembers the attention of a request; None: it does not.
-
-    A layout's group is not kept, or it would live on. Of values their shapes decide, and what ranks compare.
-
-    dtype: to which autocast casts.
-    """
-    q, k, v, queries, keys, mask, spans, sinks, bias, attend, causal, window, *others = request
-    for x in (q, k, v):
-        if type(x) not in PLAIN_TYPES or x.is_nested:
-            return None
-    sides = window if type(window) is tuple and len(window) == 2 else (window,)
-    options = causal, *sides, *others
-    types = tuple(map(type, options))
-    if not _EXACT.issuperset(types):
-        return None
-    values: tuple[object, ...] = ()
-    if not (mask is spans is sinks is None and bias is None and attend is None):
-        tensors = [x for x in (mask, sinks) if x is not None]
-        functions = [x for x in (bias, attend) if x is not None]
-        if not all(type(x) in PLAIN_TYPES for x in tensors) or not all(map(callable, functions)):
-            return None
-        learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        passed = mask is None, sinks is None, bias is None, attend is None, learns
-        shapes = [(x.shape, x.dtype, x.device, x.layout) for x in tensors]
-        values = *passed, *shapes, None if spans is None else spans.shape, hashes_of(request)
-    if request.kernel is not None or queries.kind in WITH_DOCUMENTS:
-        # Kernels are asked once whether they can compute this.
-        values = *values, torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
-    of_keys = None if keys is None else queries is keys or (keys.kind, keys.numbers, id(keys.group))
-    return (
-        *("attention", queries.kind, queries.numbers, of_keys, groups and place_of(groups[1]).handle),
-        *(q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout),
-        *(v.shape, v.dtype, v.device, v.layout, options, types, dtype, values),
-    )
-
-
 def _decided(
     call: Arguments, request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | None
 ) -> Attention:
-    """Check a request but for the layouts, and decide how the ranks share it; dtype: as of `_key`."""
+    """Check a request but for the layouts, and decide how the ranks share it; dtype: as of `key_of`."""
     hashes, method = hashes_of(request), request.method
     if dtype is not None:
         request = _cast(request, dtype)
         call.input = request.q
-    problem = checked(call, request, hashes)
+    # Results of several ranks are merged by the log-sum-exp.
+    is_merged = method == "2d" and request.attend is None and not request.dropout_p
+    problem = checked(call, request._replace(returns_lse=True) if is_merged else request, hashes)
     if request.seq_dim is request.head_dim is None and not torch.compiler.is_compiling():
         sizes = problem.shapes.tokens, problem.shapes.heads, problem.shapes.key_heads
         if sizes[0] > 1 and len(set(sizes)) == 1:
@@ -382,7 +369,11 @@ def _decided(
         chosen = chosen_method(request.queries, request.keys, problem.shapes.heads)
         method = _fastest(problem, request) or chosen
     if method not in _METHODS and groups is None:
-        raise call.error("method", repr(method), '"ulysses", "gather", "ring" or None')
+        names = ", ".join([f'"{name}"' for name in METHODS])
+        raise call.error("method", repr(method), f"{names} or None")
+    shapes = problem.shapes
+    grid = checked_grid(call, request.grid, method, shapes.heads, shapes.key_heads)
+    problem = replace(problem, grid=grid)
     learns = problem.mask is not None and request.mask.requires_grad and torch.is_grad_enabled()
     if learns and (method != "ulysses" or problem.by_blocks):
         expected = (

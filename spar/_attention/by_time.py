@@ -14,9 +14,15 @@ from .problem import Problem, Request
 from .spans import Keywords, closed
 
 
+def keys_of_queries(keywords: Keywords) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where intervals of the keys of each query begin and end: two tensors [S, intervals]."""
+    first, end = closed(*keywords).ends[0, 0].to(torch.int64).unflatten(1, (-1, 2)).unbind(-1)
+    return first, end
+
+
 def pairs_of(keywords: Keywords, layout: Layout, world: int) -> list[int]:
     """Return the pairs of a query and a key that it attends to, of each rank's queries in a layout."""
-    first, end = closed(*keywords).ends[0, 0].to(torch.int64).unflatten(1, (-1, 2)).unbind(-1)
+    first, end = keys_of_queries(keywords)
     before = [0, *(end - first).sum(1).cumsum(0).tolist()]  # pairs of the queries before each
     return [
         sum([before[run.start + run.size] - before[run.start] for run in runs])

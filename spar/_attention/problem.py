@@ -44,6 +44,7 @@ class Request(NamedTuple):
         sinks: `[H]`, the score of a key of value 0 that each query of a head attends to besides.
         bias: what is added to the scores.
         attend: the caller's kernel, which applies all this itself.
+        grid: the rows and columns of ranks, for methods that have them; None chooses them.
         kernel: the name of one of spar's kernels; None chooses one.
         seq_dim, head_dim: those of S and H; None: 1 and 2.
         computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
@@ -61,6 +62,7 @@ class Request(NamedTuple):
     attend: Attend | None
     causal: bool
     window: Window | None
+    grid: Any
     softcap: float | None
     scale: float | None
     dropout_p: float
@@ -76,7 +78,7 @@ class Shapes(NamedTuple):
     """What the shapes of q, k and v say.
 
     Attributes:
-        batch, heads, key_heads, value_width: B, H, K and E.
+        batch, heads, key_heads, width, value_width: B, H, K, D and E.
         tokens, key_tokens: how many of q, and of k and v, this rank holds.
         seq, head: the dims of S and H.
         by_heads, as_given: permute a tensor to `[B, H, S, D]`, and back.
@@ -85,6 +87,7 @@ class Shapes(NamedTuple):
     batch: int
     heads: int
     key_heads: int
+    width: int
     value_width: int
     tokens: int
     key_tokens: int
@@ -100,6 +103,7 @@ class Problem:
 
     Attributes:
         where: the operation and the rank, for messages.
+        dtype: of q, k and v.
         queries, keys: the layouts along dim 0, as in Request.
         total, total_keys: the numbers of queries and keys of the whole sequence.
         packed, lengths: whether there are documents, and how long they are.
@@ -112,10 +116,12 @@ class Problem:
         by_blocks: whether torch's scaled_dot_product_attention cannot compute it, or a kernel was named.
         varied: as in Needs.
         joins: whether the documents of a rank are parts of one block.
+        grid: the rows and columns of ranks; None: the method has none.
     """
 
     group: Group | Place
     where: str
+    dtype: torch.dtype
     shapes: Shapes
     queries: Layout
     keys: Layout | None
@@ -139,6 +145,7 @@ class Problem:
     by_blocks: bool
     varied: bool
     joins: bool
+    grid: tuple[int, int] | None = None
 
     @property
     def keywords(self) -> Keywords:
@@ -179,6 +186,7 @@ def checked(call: Arguments, request: Request, hashes: Sequence[str]) -> Problem
     problem = Problem(
         group=call.group,
         where=call.where,
+        dtype=call.input.dtype,
         shapes=shapes,
         queries=numbers_of(queries, 0),
         keys=None if keys is None else numbers_of(keys, 0),
@@ -251,7 +259,7 @@ def _checked_shapes(call: Arguments, request: Request) -> Shapes:
             _check_tokens(call, "k", k, (seq, head), keys)
     if keys != queries and (queries.is_packed or (keys is not None and keys.is_packed)):
         raise call.error("layout", f"{(queries, keys)}", "one packed layout for q, k and v")
-    sizes = q.size(batch), heads, key_heads, v.size(3), q.size(seq), k.size(seq)
+    sizes = q.size(batch), heads, key_heads, q.size(3), v.size(3), q.size(seq), k.size(seq)
     return Shapes(*sizes, seq, head, (batch, head, seq, 3), tuple(as_given))
 
 

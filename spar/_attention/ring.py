@@ -326,7 +326,7 @@ class Backward:
         # Each rank returns its gradients of the same steps.
         self.returned = []
         for step, x in self.unsent:
-            tensors.append(_as_items(x, self.k.dtype))
+            tensors.append(as_items(x, self.k.dtype))
             args = (*args, self.ring.round.shifts[step - 1].gradient)
             if step not in self.returned:
                 self.returned.append(step)
@@ -340,14 +340,14 @@ class Backward:
         for i, step in enumerate(self.returned):
             at = count + 2 * i
             for sum_, x in zip((self.dk, self.dv), received[at : at + 2], strict=True):
-                begin, gradients = 0, _as_items(x, self.dtype)
+                begin, gradients = 0, as_items(x, self.dtype)
                 for first, size in self.ring.round.shifts[step - 1].parts:
                     sum_.add(first, gradients.narrow(2, begin, size))
                     begin += size
         return received[:count]
 
 
-def _as_items(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_items(x: Tensor, dtype: torch.dtype) -> Tensor:
     """View sums as items of the shards' dtype, or the reverse: the tensors of one exchange have one dtype."""
     if x.dtype == dtype:
         return x
@@ -360,6 +360,20 @@ def _by_token(lse: Tensor) -> Tensor:
     Dynamo would take a stride of its gradient for the size S, and the gradient has other strides.
     """
     return lse.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def second_derivative_error() -> RuntimeError:
+    return RuntimeError(
+        "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
+        'pass method="ulysses" and a kernel that can be, as attend'
+    )
+
+
+def transform_error() -> NotImplementedError:
+    return NotImplementedError(
+        "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; "
+        'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
+    )
 
 
 class SparAttention(torch.autograd.Function):
@@ -389,10 +403,7 @@ class SparAttention(torch.autograd.Function):
         ring, saved = ctx.ring, ctx.saved_tensors
         with Call(ring.reports_to, "backward of attention", ring.exchanges, grad.device.type):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
-                    'pass method="ulysses" and a kernel that can be, as attend'
-                )
+                raise second_derivative_error()
             with no_autocast(grad.device.type):
                 # One more backward, after retain_graph=True, has no graph, and computes the forward again.
                 graph = ctx.graphs.pop() if not torch.compiler.is_compiling() and ctx.graphs else None
@@ -419,10 +430,7 @@ def attend_round(
     gathered: the k and v of all ranks, for the ring's second step; then its first has this rank's own.
     """
     if is_transformed() or (forward_ad._current_level >= 0 and have_tangents((q, k, v))):
-        raise NotImplementedError(
-            "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; "
-            'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
-        )
+        raise transform_error()
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = readable(q, k, v)
     learns = q.requires_grad or k.requires_grad or v.requires_grad

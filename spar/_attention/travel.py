@@ -63,16 +63,18 @@ class Shifts(NamedTuple):
 # ---- what is needed ----
 
 
-def _by_lengths(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Needed:
-    """Need all keys; under causality the runs of each shard that are not behind all queries.
+def by_lengths(
+    of_queries: Sequence[Sequence[Piece]], of_keys: Sequence[Sequence[Piece]], causal: bool
+) -> Needed:
+    """Need all keys; under causality the runs of each shard that are not behind all queries of a rank.
 
     At least one key, if there are any: torch.compile drops an exchange from which a rank receives no element,
     and its peers would wait for it. Runs are in the order of the sequence, equal or apart.
     """
-    held = [placed(runs) for runs in of_ranks]
+    held, of_receivers = [placed(runs) for runs in of_keys], [placed(runs) for runs in of_queries]
 
     def needed(owner: int, receiver: int) -> Sequence[Placed]:
-        keys, queries = held[owner], held[receiver]
+        keys, queries = held[owner], of_receivers[receiver]
         if not causal or not keys:
             return keys
         end = queries[-1][1].start + queries[-1][1].size if queries else 0
@@ -81,23 +83,28 @@ def _by_lengths(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Needed:
     return needed
 
 
-def _by_documents(of_ranks: Sequence[Sequence[Piece]], causal: bool) -> Needed:
+def by_documents(
+    of_queries: Sequence[Sequence[Piece]], of_keys: Sequence[Sequence[Piece]], causal: bool
+) -> Needed:
     """Need the keys of shared documents, under causality none behind a rank's last query in each."""
-    documents: dict[int, list[tuple[int, int, Piece]]] = {}
-    for rank, runs in enumerate(of_ranks):
+    keys: dict[int, list[tuple[int, int, Piece]]] = {}
+    for rank, runs in enumerate(of_keys):
         for at, run in placed(runs):
-            documents.setdefault(run.sequence, []).append((rank, at, run))
+            keys.setdefault(run.sequence, []).append((rank, at, run))
+    ends: dict[int, dict[int, int]] = {}
+    for rank, runs in enumerate(of_queries):
+        for _, run in placed(runs):
+            ends.setdefault(run.sequence, {})[rank] = run.start + run.size
     sent: dict[tuple[int, int], list[Placed]] = {}
-    for _, document in sorted(documents.items()):
-        ends = {rank: run.start + run.size for rank, _, run in document}
-        for receiver, end in ends.items() if len(ends) > 1 else ():
-            for owner, at, run in document:
+    for document, receivers in sorted(ends.items()):
+        for receiver, end in receivers.items():
+            for owner, at, run in keys.get(document, ()):
                 if owner != receiver and (run.start < end or not causal):
                     sent.setdefault((owner, receiver), []).append((at, run))
     return lambda owner, receiver: sent.get((owner, receiver), ())
 
 
-def _by_spans(spans: Spans, queries: Sequence[Sequence[Piece]], keys: Sequence[Sequence[Piece]]) -> Needed:
+def by_spans(spans: Spans, queries: Sequence[Sequence[Piece]], keys: Sequence[Sequence[Piece]]) -> Needed:
     """Need the keys to which spans let some query of a rank attend."""
     holders = Holders(keys)
     sent: dict[tuple[int, int], list[Placed]] = {}
@@ -118,7 +125,7 @@ def gathered_by_documents(numbers: Layout, world: int, rank: int, causal: bool, 
     with_own: whether its own keys are among them, so that those of each document are one behind the other.
     """
     of_ranks = shards(numbers, world)
-    return _gathered(of_ranks, rank, _by_documents(of_ranks, causal), with_own)
+    return _gathered(of_ranks, rank, by_documents(of_ranks, of_ranks, causal), with_own)
 
 
 def gathered_by_spans(spans: Spans, queries: Layout, keys: Layout, world: int, rank: int) -> Gathered:
@@ -126,7 +133,7 @@ def gathered_by_spans(spans: Spans, queries: Layout, keys: Layout, world: int, r
 
     def make() -> Gathered:
         held = shards(keys, world)
-        return _gathered(held, rank, _by_spans(spans, shards(queries, world), held), True)
+        return _gathered(held, rank, by_spans(spans, shards(queries, world), held), True)
 
     return spans.remember(("gathered", queries, keys, world, rank, tiles.TILE), make)
 
@@ -157,8 +164,8 @@ def shifts_by_runs(numbers: Layout, world: int, rank: int, causal: bool, packed:
     """
     of_ranks = shards(numbers, world)
     if numbers[1] == RUNS:
-        return _shifts(of_ranks, rank, _by_documents(of_ranks, causal))
-    return _shifts(of_ranks, rank, _by_lengths(of_ranks, causal and not packed))
+        return _shifts(of_ranks, rank, by_documents(of_ranks, of_ranks, causal))
+    return _shifts(of_ranks, rank, by_lengths(of_ranks, of_ranks, causal and not packed))
 
 
 def shifts_by_spans(spans: Spans, layout: Layout, world: int, rank: int) -> Shifts:
@@ -166,7 +173,7 @@ def shifts_by_spans(spans: Spans, layout: Layout, world: int, rank: int) -> Shif
 
     def make() -> Shifts:
         of_ranks = shards(layout, world)
-        return _shifts(of_ranks, rank, _by_spans(spans, of_ranks, of_ranks))
+        return _shifts(of_ranks, rank, by_spans(spans, of_ranks, of_ranks))
 
     return spans.remember(("shifts", layout, world, rank, tiles.TILE), make)
 
@@ -182,12 +189,12 @@ def _shifts(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed) -> S
         received = [sizes[(receiver - step) % world] for receiver in range(world)]
         shard = pair(by_sizes(2, sizes), rotated(2, sizes, step))
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
-        shifts.append(Shift(_joined(sent[rank]), shard, gradient))
+        shifts.append(Shift(joined_parts(sent[rank]), shard, gradient))
         held.append([run for _, run in sent[(rank - step) % world]])
     return Shifts(tuple(held), tuple(shifts))
 
 
-def _joined(runs: Sequence[Placed]) -> tuple[tuple[int, int], ...]:
+def joined_parts(runs: Sequence[Placed]) -> tuple[tuple[int, int], ...]:
     """Return where runs lie among their owner's tokens, (first, number), those that adjoin joined."""
     parts: list[tuple[int, int]] = []
     for at, run in runs:

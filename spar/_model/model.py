@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .._attention.attention import METHODS
 from .._attention.spans import Spans
 from .._control.mismatch import add_advice
 from .._exchange.arguments import ranks_of
@@ -47,7 +48,7 @@ from .tiles import check_tile, runs_of
 from .view import View, current_view, eagerly, without_view
 
 _STATE = "_spar_view"  # the attribute of a model that is sharded
-_METHODS = (None, "ulysses", "gather", "ring", "hybrid")
+_METHODS = (None, *METHODS, "hybrid")
 
 
 def sharded(
@@ -79,9 +80,8 @@ def sharded(
                 "model; call unparallelize on that first"
             )
     if method not in _METHODS:
-        raise ValueError(
-            f'{where}: method is {method!r}; expected "ulysses", "gather", "ring", "hybrid" or None'
-        )
+        names = ", ".join([f'"{name}"' for name in _METHODS[1:]])
+        raise ValueError(f"{where}: method is {method!r}; expected {names} or None")
     if layout not in ("even", "zigzag") and not callable(layout):
         expected = '"even", "zigzag" or a function from a batch to a SequenceLayout'
         raise ValueError(f"{where}: layout is {layout!r:.200}; expected {expected}")

@@ -43,8 +43,9 @@ def parallelize(
         model: it is changed in place, until `unparallelize`. Not a wrapper such as DDP, nor a pipeline.
         group: a ProcessGroup, 1-D DeviceMesh, (mesh, dim), group name, or None for the current topology's
             sequence group (WORLD if there is none).
-        method: of attention: "ulysses", "gather" or "ring"; None chooses for each. "hybrid": sequences lie
-            over the ring and ulysses groups of the current parallel state, whose cp group is `group`.
+        method: of attention: "ulysses", "gather", "ring", "2d" or "ulysses_gather"; None chooses for each.
+            "hybrid": sequences lie over the ring and ulysses groups of the current parallel state, whose cp
+            group is `group`.
         layout: how sequences lie on the ranks: "even"; "zigzag", which balances the work of causal attention
             by "gather" and "ring"; or a function, from a dict of the forward's arguments to a SequenceLayout
             of `group` for sequences of its length, such as a balanced one of packed documents. Its documents

@@ -83,7 +83,7 @@ def groups_of_heads(plan: Heads, most: int) -> list[HeadGroup]:
     return [HeadGroup(*map(tuple, parts)) for parts in zip(heads, sizes, strict=True)]
 
 
-def _repeats(plan: Heads, ratio: int, rank: int) -> list[int] | None:
+def repeats_of(plan: Heads, ratio: int, rank: int) -> list[int] | None:
     """Return the key head, among this rank's, of each of this rank's query heads.
 
     None if these are in order and equally often, as in torch's enable_gqa.
@@ -131,7 +131,7 @@ class HeadExchange:
         """
         world, rank, self._head = group.world, group.rank, head
         # Of each tensor: the groups of its heads, each of which is one input of the exchange; whether that is
-        # one group of all heads; the index of that of which this rank receives heads; and `_repeats`.
+        # one group of all heads; the index of that of which this rank receives heads; and `repeats_of`.
         self._scattered: list[tuple[list[HeadGroup], bool, int, list[int] | None]] = []
         grouped = sum([count != heads for count in counts])
         most = (MOST_TENSORS - len(counts) + grouped) // max(grouped, 1)
@@ -143,7 +143,7 @@ class HeadExchange:
             # Groups of which this rank receives nothing stay in the graph of the exchange.
             own = next((i for i, part in enumerate(groups) if part.sizes[rank]), 0)
             is_whole = [part.heads for part in groups] == [tuple(range(count))]
-            self._scattered.append((groups, is_whole, own, _repeats(plan, heads // count, rank)))
+            self._scattered.append((groups, is_whole, own, repeats_of(plan, heads // count, rank)))
             args += [pair(sequence, by_sizes(head, part.sizes)) for part in groups]
         sizes = heads_of_ranks(heads, heads, world).queries
         # This rank's heads: the first one's number, and their number.

@@ -88,7 +88,7 @@ CASES: dict[str, Case] = {
     "method": (
         {"method": "flash"},
         ValueError,
-        'method is \'flash\'; expected "ulysses", "gather", "ring" or None',
+        'method is \'flash\'; expected "ulysses", "gather", "ring", "2d", "ulysses_gather" or',
     ),
     "dropout": ({"dropout_p": 1.5}, ValueError, "dropout_p is 1.5; expected at least 0 and below 1"),
     "dropout in a ring": (

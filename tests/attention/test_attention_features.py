@@ -16,6 +16,7 @@ from helpers.attention_cases import LIMITS, Case, error_of_rank, whole
 from helpers.whole_attention import METHODS, inputs
 
 from spar import SequenceLayout, Spans
+from spar._attention.grid_methods import SHAPES
 
 pytestmark = pytest.mark.one_transport
 
@@ -64,7 +65,7 @@ FEATURES: dict[str, tuple[list[dict[str, Any]], torch.Tensor, str]] = {
 def cells() -> Iterator[tuple[str, str, str]]:
     """Yield the feature, the method or kernel, and what the page says of them."""
     text = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
-    header = '| | ulysses | gather | ring | `"flash"` | `"blockwise"` |'
+    header = '| | ulysses | gather | ring | 2d | ulysses_gather | `"flash"` | `"blockwise"` |'
     _, *columns = [name.strip(' `"') for name in header.strip("| ").split("|")]
     columns = ["ulysses", *columns] if "ulysses" not in columns else columns
     for line in text.split(header)[1].split("\n\n")[0].splitlines()[2:]:
@@ -75,7 +76,8 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 def check_cell(rank: int, world: int, group: dist.ProcessGroup, feature: str, column: str, cell: str) -> None:
     options, allowed, kind = FEATURES[feature]
-    methods = [column] if column in METHODS else [m for m in METHODS if kind != "cross" or m != "ring"]
+    of_methods = (*METHODS, *SHAPES)
+    methods = [column] if column in of_methods else [m for m in METHODS if kind != "cross" or m != "ring"]
     layouts: dict[str, Any] = {
         "zigzag": lambda group: SequenceLayout.zigzag(TOTAL, group),
         "cross": lambda group: SequenceLayout.zigzag(TOTAL, group),
@@ -90,7 +92,7 @@ def check_cell(rank: int, world: int, group: dist.ProcessGroup, feature: str, co
         for keywords in options:
             keywords = {**keywords, "method": method}
             sinks = torch.linspace(-1, 1, HEADS).double() if keywords.pop("sinks", False) else None
-            if column not in METHODS:
+            if column not in of_methods:
                 keywords["attend"] = column
             case = Case(layouts[kind], tensors, allowed, torch.float32, 8, keys)
             case.keywords, case.sinks = keywords, sinks

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -80,7 +80,9 @@ def _layout_of(kind: str, total: int, draw: random.Random, world: int) -> tuple[
     return make[kind], owner if kind in ("packed", "balanced") else None
 
 
-def make_case(seed: int, world: int, hybrid: bool = False) -> Case:
+def make_case(
+    seed: int, world: int, hybrid: bool = False, methods: Sequence[str] = ("ulysses", "gather", "ring")
+) -> Case:
     """Draw a case. hybrid: whether there is a state of parallel groups, for hybrid layouts."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -92,7 +94,7 @@ def make_case(seed: int, world: int, hybrid: bool = False) -> Case:
     heads = key_heads * draw.choice([1, 2, 4])
     width = draw.choice([4, 8])
     value_width = draw.choice([width, width, 3])
-    method = draw.choice(["ulysses", "gather", "ring"])
+    method = draw.choice(methods)
     kind = draw.choice(["even", "zigzag", "packed", "balanced", "local", *["hybrid"] * 3 * hybrid])
     parts = [kind]
     layout, owner = _layout_of(kind, total, draw, world)

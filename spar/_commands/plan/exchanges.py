@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import _C
 from ..._attention.attention import exchanges_only
+from ..._attention.grid_methods import SHAPES
 from ..._exchange.dispatch import OpCall, call_of, layouts_of
 from .layer import HYBRID, Layer, placed
 
@@ -124,7 +125,7 @@ def exchanged(layer: Layer, method: str, kind: str, rank: int) -> Traffic:
         calls, over = len(seen.sent), seen.now
         torch.autograd.grad(y, (q, k, v), torch.empty_like(y))
     received = seen.received[:calls]
-    if method in ("ulysses", HYBRID) and received:
+    if method in ("ulysses", HYBRID, *SHAPES) and received:
         # Q comes first, and the last exchange returns the output.
         received = [received[0][1:], *received[1:-1]]
     held = _peak([memory for outputs in received for memory in outputs], over)

@@ -40,7 +40,7 @@ of spar.attention are planned as in training, but for no data. With --model it a
 
 - rank: the one that sends the most in a step. forward, backward: bytes that it sends to others in one layer;
   step: in both, in all layers.
-- held: K and V that exchanges brought, at once in forward. Gather and ulysses keep theirs until backward.
+- held: K and V that exchanges brought, at once in forward. All but the ring keep theirs until backward.
 - activations: the hidden states of a rank's tokens between all layers, as checkpoints of layers keep them.
 - work: pairs of a query and a key that it attends to, on the busiest rank, as a multiple of the mean.
 - time: of attention in a step of all layers, if speeds were measured:

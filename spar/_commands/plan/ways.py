@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..._attention.attention import chosen_method
-from ..._attention.by_time import pairs_of
+import torch
+
+from ..._attention.attention import METHODS, chosen_method
+from ..._attention.by_time import keys_of_queries, pairs_of
+from ..._attention.grid import grid_of
+from ..._attention.grid_methods import SHAPES
 from ..._attention.ring import forward_exchanges
 from ..._control.speeds import Speeds
+from ..._exchange.layouts import Layout, shards
 from ...ops.heads import Heads, heads_of_ranks
 from ...sequence_layout import SequenceLayout, numbers_of
 from ..printing import size_text, time_text
@@ -65,7 +70,7 @@ class Way:
 
 def ways_of(layer: Layer) -> list[tuple[str, str]]:
     """Return each method with each layout that it can have."""
-    single = [(method, kind) for method in ("ulysses", "gather", "ring") for kind in layer.kinds]
+    single = [(method, kind) for method in METHODS for kind in layer.kinds]
     return [*single, (HYBRID, HYBRID)] if min(layer.ring, layer.ulysses) > 1 else single
 
 
@@ -85,6 +90,8 @@ def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None)
     except ValueError as error:
         return Way(method, kind, default, refused=_reason(error))
     sends, most = _largest([one.forward + one.backward for one in traffic])
+    # Forward and backward wait for the ranks that send the most in each, which may be two.
+    in_turn = max([one.forward for one in traffic]) + max([one.backward for one in traffic])
     holds, held = _largest([one.held for one in traffic])
     tokens_rank, tokens = _largest(layout.sizes)
     pairs = work_of(layer, method, layout)
@@ -104,7 +111,7 @@ def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None)
         activations=layer.layers * layer.batch * tokens * layer.hidden * layer.dtype.itemsize,
         work=work * len(pairs) / max(sum(pairs), 1),
         work_rank=busiest,
-        seconds=_seconds(layer, method, kind, speeds, work, most) if speeds else 0.0,
+        seconds=_seconds(layer, method, kind, speeds, work, in_turn) if speeds else 0.0,
         notes=tuple(_notes(layer, method, kind)),
     )
 
@@ -116,10 +123,10 @@ def _largest(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def _seconds(layer: Layer, method: str, kind: str, speeds: Speeds, pairs: int, sent: int) -> float:
-    """Return the seconds of a step; pairs, sent: of the busiest rank, in one layer."""
+    """Return the seconds of a step; pairs: of the busiest rank, sent: bytes, both in one layer."""
     rounds = layer.ring if method == HYBRID else layer.ranks
     of_ring = forward_exchanges(rounds) + max(rounds - 1, 2)
-    exchanges = {"ulysses": 4, "gather": 2, "ring": of_ring, HYBRID: 4 + of_ring}[method]
+    exchanges = {"gather": 2, "ring": of_ring, HYBRID: 4 + of_ring}.get(method, 4)
     # The part of the work beside which exchanges are in flight.
     is_beside = layer.causal and layer.window is None and kind not in OF_DOCUMENTS
     own = {"ring": 1.0, "gather": is_beside / layer.ranks}.get(method, 0.0)
@@ -143,7 +150,42 @@ def work_of(layer: Layer, method: str, layout: SequenceLayout) -> list[int]:
     pairs = pairs_of(keywords, numbers_of(layout, 0), layer.ranks)
     if method == "ulysses":
         return [heads * sum(pairs) for heads in _heads(layer, layer.ranks).queries]
+    if method in SHAPES:
+        return _work_in_grid(layer, method, numbers_of(layout, 0), *keys_of_queries(keywords))
     return [layer.heads * of_rank for of_rank in pairs]
+
+
+def _work_in_grid(
+    layer: Layer, method: str, numbers: Layout, first: torch.Tensor, end: torch.Tensor
+) -> list[int]:
+    """Return the work of each rank in a grid; first, end: [S, intervals], those of keys of each query."""
+    is_causal_alone = layer.causal and layer.window is None and not layer.documents
+    grid = grid_of(_shape(layer, method), numbers, is_causal_alone)
+    places = [grid.place(rank) for rank in range(layer.ranks)]
+    queries = torch.empty(layer.tokens, dtype=torch.int64, device="cpu")
+    columns = torch.empty_like(queries)
+    for (row, column), runs in zip(places, shards(numbers, layer.ranks), strict=True):
+        for run in runs:
+            queries[run.start : run.start + run.size] = row
+            columns[run.start : run.start + run.size] = column
+
+    def of_rows(pairs: torch.Tensor) -> list[int]:
+        found: list[int] = pairs.new_zeros(grid.rows).index_add_(0, queries, pairs).tolist()
+        return found
+
+    if method == "ulysses_gather":
+        rows, heads = of_rows((end - first).sum(1)), _heads(layer, grid.columns).queries
+        return [heads[column] * rows[row] for row, column in places]
+    of_columns = []
+    for column in range(grid.columns):
+        held = torch.nn.functional.pad((columns == column).cumsum(0), (1, 0))
+        of_columns.append(of_rows((held[end] - held[first]).sum(1)))
+    return [layer.heads * of_columns[column][row] for row, column in places]
+
+
+def _shape(layer: Layer, method: str) -> tuple[int, int]:
+    """Return the rows and columns that `spar.attention` chooses."""
+    return SHAPES[method](layer.heads, layer.key_heads, layer.ranks)
 
 
 def _heads(layer: Layer, ranks: int) -> Heads:
@@ -154,6 +196,10 @@ def _notes(layer: Layer, method: str, kind: str) -> Iterator[str]:
     if layer.documents and kind not in OF_DOCUMENTS:
         yield f"{kind} layouts have no documents: pass mask=spar.Spans.documents(ids)"
     ranks = {"ulysses": layer.ranks, HYBRID: layer.ulysses}.get(method)
+    if method in SHAPES:
+        rows, columns = _shape(layer, method)
+        yield f"{method}: grid=({rows}, {columns}), rows x columns of ranks"
+        ranks = columns if method == "ulysses_gather" else None
     if ranks is None:
         return
     heads = _heads(layer, ranks)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods in which ranks form rows and columns: a row's ranks put their queries together.
+
+They then share either the keys, or the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .._checks import digest
+from .._exchange.arguments import Arguments
+from .._exchange.exchange import Exchange
+from .._exchange.gather_plan import Interval
+from .._exchange.layouts import swapped
+from .._exchange.observers import have_tangents, is_transformed
+from .._group.group import Group
+from ..ops.heads import heads_of_ranks, repeats_of
+from ..sizes import as_int
+from .delivery import Delivery, Return, deliver, give_back, route_of
+from .grid import Grid, Tokens, fewest_bytes_2d, fewest_bytes_by_heads, grid_of, tokens_by_spans, tokens_of
+from .kernels.kernel import accumulated
+from .local import Outs, Tensors, blocks_by_runs, by_spans, by_steps, nothing, spans_of
+from .methods import Run, as_given, of_heads, permuted
+from .problem import Problem, Request
+from .ring import transform_error
+
+# Of (heads, key heads, ranks): the rows and columns that are taken if the caller names none.
+SHAPES = {"2d": fewest_bytes_2d, "ulysses_gather": fewest_bytes_by_heads}
+
+
+class _Heads(NamedTuple):
+    """The first query head and key head that each rank has, and their numbers; of this rank `repeats_of`."""
+
+    queries: list[Interval]
+    keys: list[Interval]
+    repeats: list[int] | None = None
+
+
+def by_rows_and_columns(problem: Problem) -> Run:
+    """Attend with the queries of this rank's row to the keys of its column, and merge the row's results."""
+    world, shapes = problem.group.world, problem.shapes
+    heads = _Heads([(0, shapes.heads)] * world, [(0, shapes.key_heads)] * world)
+    return _in_grid(problem, heads, merges=True)
+
+
+def ulysses_gather(problem: Problem) -> Run:
+    """Attend with a share of the heads, and the queries of this rank's row, to the keys of all ranks."""
+    grid, shapes, ranks = _grid_of(problem), problem.shapes, range(problem.group.world)
+    columns = [grid.place(rank)[1] for rank in ranks]
+    plan = heads_of_ranks(shapes.heads, shapes.key_heads, grid.columns)
+    queries = [(sum(plan.queries[:column]), plan.queries[column]) for column in columns]
+    keys = [(plan.first[column], plan.keys[column]) for column in columns]
+    repeats = repeats_of(plan, shapes.heads // shapes.key_heads, columns[problem.group.rank])
+    return _in_grid(problem, _Heads(queries, keys, repeats), merges=False)
+
+
+def checked_grid(
+    call: Arguments, grid: object, method: str | None, heads: int, key_heads: int
+) -> tuple[int, int] | None:
+    """Return the rows and columns of a method; None: it has none."""
+    world = call.world
+    if method is None or method not in SHAPES:
+        if grid is not None:
+            methods = " and ".join(f'"{name}"' for name in SHAPES)
+            raise call.error("grid", f"{grid!r:.200}, and method is {method!r}", f"None; {methods} have one")
+        return None
+    if grid is None:
+        return SHAPES[method](heads, key_heads, world)
+    expected = f"(rows, columns), two ints of at least 1 whose product is {world}, the number of ranks"
+    try:
+        rows, columns = map(as_int, grid)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise call.type_error("grid", f"{grid!r:.200}", expected) from None
+    if min(rows, columns) < 1 or rows * columns != world:
+        raise call.error("grid", f"{(rows, columns)}", expected)
+    return rows, columns
+
+
+def _grid_of(problem: Problem) -> Grid:
+    assert problem.grid is not None
+    is_causal_alone = problem.causal and not (problem.uses_spans or problem.packed)
+    return grid_of(problem.grid, problem.queries, is_causal_alone)
+
+
+def _in_grid(problem: Problem, heads: _Heads, merges: bool) -> Run:
+    """Exchange tokens, attend, and return the results to the owners of the queries.
+
+    merges: whether a row's ranks share the keys; else they share the heads.
+    """
+    group, grid = problem.group, _grid_of(problem)
+    if problem.keys is None:
+        raise problem.error("method", "one with a grid, and k and v have no layout", '"gather"')
+    if not problem.blockwise:
+        name, value = ("dropout_p", problem.dropout_p) if problem.dropout_p else ("attend", "a function")
+        raise problem.error(
+            name, f"{value}, and the method has a grid", 'none; or method="ulysses" or "gather"'
+        )
+    if torch.compiler.is_compiling():
+        raise problem.error("method", "one with a grid, in compiled code", '"ulysses", "gather" or "ring"')
+    layouts = problem.queries, problem.keys
+    if problem.causal and problem.keys != problem.queries:
+        # Runs of queries and of keys overlap in part, which blocks of spans may.
+        problem = replace(problem, uses_spans=True)
+    parts = [problem.note, f"grid {grid.rows} x {grid.columns}", f"hash of the layouts {digest(layouts):x}"]
+    note, place = ", ".join(filter(None, parts)), (grid, group.world, group.rank)
+    first = heads.queries[group.rank][0]
+
+    def exchanges(tokens: Tokens) -> tuple[Delivery, Return]:
+        return _exchanges(problem, tokens, heads, merges, note)
+
+    fixed = None
+    if not problem.uses_spans:
+        # Documents that lie on all ranks are sent whole, as by the ring.
+        is_causal = problem.causal and (problem.listed or not problem.packed)
+        tokens = tokens_of(layouts, *place, is_causal, problem.listed, merges)
+        fixed = tokens, *exchanges(tokens)
+
+    def run(request: Request) -> Outs:
+        if is_transformed() or have_tangents(request[:3]):
+            raise transform_error()
+        if fixed is None:
+            tokens = tokens_by_spans(spans_of(problem, request), layouts, *place, merges)
+            delivery, back = exchanges(tokens)
+        else:
+            tokens, delivery, back = fixed
+        q, k, v = deliver(delivery, permuted(problem, *request[:3]))
+        if heads.repeats is not None:
+            index = torch.tensor(heads.repeats, dtype=torch.int64, device=k.device)
+            k, v = k.index_select(1, index), v.index_select(1, index)
+        of_rank = of_heads(request, first, q.size(1)) if q.size(1) < problem.shapes.heads else request
+        if merges:
+            of_rank = of_rank._replace(sinks=None)
+        outs = _attended(problem, first, tokens, (q, k, v), of_rank)
+        outs = give_back(back, outs, request.sinks if merges else None)
+        return as_given(problem, outs[: 1 + request.returns_lse])
+
+    return run
+
+
+def _exchanges(
+    problem: Problem, tokens: Tokens, heads: _Heads, merges: bool, note: str
+) -> tuple[Delivery, Return]:
+    """Return the exchange of q, k and v and that of results, which a group remembers."""
+    group, shapes = problem.group, problem.shapes
+    remembered = group.exchanges if isinstance(group, Group) else {}
+    key = "grid", tokens, *shapes, *heads.queries, problem.dtype, merges, note, problem.returns_lse
+    found: tuple[Delivery, Return] | None = remembered.get(key)
+    if found is not None:
+        return found
+    queries, keys = (
+        route_of(shares, of_ranks, group.rank) for shares, of_ranks in zip(tokens, heads[:2], strict=True)
+    )
+    size = group.world, shapes.batch
+    of_values = queries.args(*size, shapes.value_width)
+    args = (
+        queries.args(*size, shapes.width),
+        keys.args(*size, shapes.width),
+        keys.args(*size, shapes.value_width),
+    )
+    # Numbers of rows travel as items of the dtype of the output.
+    of_rows = queries.args(*size, accumulated(problem.dtype).itemsize // problem.dtype.itemsize)
+    back = (of_values, of_rows) if problem.returns_lse else (of_values,)
+    results = Exchange("attention", group, tuple(map(swapped, back)))
+    gradients = results.transposed
+    if merges:
+        gradients = Exchange(gradients.name, group, (of_values, of_rows, of_rows))
+    delivery = Delivery(Exchange("attention", group, args, note=note), (queries, keys, keys))
+    found = delivery, Return(results, gradients, queries, merges)
+    remembered[key] = found
+    return found
+
+
+def _attended(problem: Problem, first: int, tokens: Tokens, tensors: Tensors, request: Request) -> Outs:
+    """Attend with this rank's heads, from `first` on, of the row's queries to the keys that came."""
+    q, k, _ = tensors
+    queries, keys = tokens.queries.held, tokens.keys.held
+    if problem.is_empty(q.size(1), q.size(2), k.size(2)):
+        return nothing(problem, tensors, request)
+    if problem.uses_spans:
+        return by_spans(problem, first, queries, keys, tensors, request)
+    return by_steps(problem, problem.scores(first), blocks_by_runs(problem)(queries, keys))(tensors, request)
