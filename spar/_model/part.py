@@ -247,10 +247,10 @@ class Parts:
     Attributes:
         given: the layout of sequences of its length; None if all are of one kind.
         is_in_order: whether each rank has one run of each sequence, in the order of the ranks.
-        is_tile: whether they are tiles of this rank's parts (`TileParts`).
+        is_tile, is_later: whether they are tiles of this rank's parts (`TileParts`, `LaterParts`).
     """
 
-    is_tile = False
+    is_tile = is_later = False
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from .groups import check_results
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, mark, part_of
 from .view import AS_WHOLE, View, current_view, without_view
+from .waiting import computed
 
 # They compute each element from that of their input, as their code shows.
 _BY_ELEMENT = frozenset({"transformers.models.bloom.modeling_bloom.GeLUFunction"})
@@ -145,6 +146,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     view, call = current_view(), functools.partial(_call, cls)
     if view is None or not issubclass(cls, torch.autograd.Function):
         return call(*args, **kwargs)
+    if view.has_later:
+        args, kwargs = computed((args, kwargs))
     if cls is checkpoints.CheckpointFunction:
         return _reentrant(view, call, *args)
     if subclasses.keeps_parts(cls):

@@ -119,8 +119,8 @@ class Report:
     def add_eager(self, block: torch.nn.Module, reason: str) -> None:
         self._eager[type(block).__name__, reason].add(id(block))
 
-    def add_tiled(self, module: torch.nn.Module, reason: str) -> None:
-        self._tiled[type(module).__name__, reason].add(id(module))
+    def add_tiled(self, name: str, module: torch.nn.Module, reason: str) -> None:
+        self._tiled[name, reason].add(id(module))
 
     def add_by_block(self, reason: str) -> None:
         if reason not in self.why_by_block:

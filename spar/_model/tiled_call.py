@@ -19,6 +19,13 @@ from .report import place_of_caller
 from .tile_parts import NotByToken, TileParts
 from .view import View, without_view
 
+AGAIN = (
+    "ran by tiles, whose gradients cannot be differentiated again (create_graph=True); for that parallelize "
+    "the model without tile"
+)
+# Called with the results on a tile, its start and its size; returns results with their gradients.
+OfTile = Callable[[list[Tensor], int, int], list[tuple[Tensor, Tensor]]]
+
 
 class TiledCall:
     """A call on parts of one sequence, or of sequences that are joined alike.
@@ -48,7 +55,7 @@ class TiledCall:
 
     def forward(self, inputs: list[Tensor]) -> Any:
         """Return what run returns, of all of this rank's tokens."""
-        tensors = [*inputs, *_named(self.module)]
+        tensors = [*inputs, *named_parameters(self.module)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             found: Sequence[Tensor] = _ByTile.apply(self, *tensors)  # type: ignore[no-untyped-call]
         else:
@@ -70,16 +77,26 @@ class TiledCall:
             for x, part in zip(inputs, self.parts, strict=True)
         ]
 
-    def run_tile(self, tensors: list[Tensor], size: int, place: bytes | None = None) -> Any:
+    def parts_of(self, size: int) -> TileParts:
+        return TileParts.of(self.base, self.lengths, size)
+
+    def with_inputs(self, tensors: Sequence[Tensor]) -> Any:
+        """Return args and kwargs with tensors as their inputs."""
+        return changed(lambda x: tensors[self.places[id(x)]], self.arguments)
+
+    def run_tile(self, tensors: list[Tensor], tile: TileParts, place: bytes | None) -> Any:
         """Run on what `tile` returned; call it outside of the view. place: as that of `View.on_tile`."""
-        tile = TileParts.of(self.base, self.lengths, size)
         for x, part in zip(tensors, self.parts, strict=True):
             if part is not None:
                 mark(x, tile.tile_of(part))
-        args, kwargs = changed(lambda x: tensors[self.places[id(x)]], self.arguments)
+        args, kwargs = self.with_inputs(tensors)
         fixed = [*tensors, *self.module.parameters(), *self.module.buffers()]
         with self.view.on_tile(tile, _Unchanged(fixed), place), self.autocast:
             out = self.run(*args, **kwargs)
+        return self.checked(out, tile)
+
+    def checked(self, out: Any, tile: TileParts) -> Any:
+        """Return what a run returned, if it is of the tile's tokens."""
         if not is_plain(out):
             raise NotByToken(f"returns a {type(out).__name__}")
         for x in tensors_in(out):
@@ -92,7 +109,7 @@ class TiledCall:
         place: bytes | None = None
         found: list[Tensor] = []
         for start, size in self.ranges():
-            out = self.run_tile(self.tile(inputs, start, size), size, place)
+            out = self.run_tile(self.tile(inputs, start, size), self.parts_of(size), place)
             tensors = tensors_in(out)
             if place is None:
                 self.results = changed(lambda _: torch.empty(0, device="meta"), out)
@@ -113,35 +130,46 @@ class TiledCall:
     def gradients(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], given: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients of inputs and parameters, by those of the results."""
-        count, names = len(self.parts), _named(self.module).values()
-        sums = _Sums(tensors, needs, self.parts)
+        """Return the gradients of inputs and parameters, by those of the results, in backward."""
+
+        def of_tile(results: list[Tensor], start: int, size: int) -> list[tuple[Tensor, Tensor]]:
+            return [
+                (x, _cut(gradient, part, start, size))
+                for x, gradient, part in zip(results, given, self.of_results, strict=True)
+                if gradient is not None and x.requires_grad
+            ]
+
+        with reentered(self.view, self.base), without_view():
+            return self.differentiated(tensors, needs, self.view._place, of_tile).result()
+
+    def differentiated(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], place: bytes | None, of_tile: OfTile
+    ) -> Gradients:
+        """Run each tile, and return the gradients of inputs and parameters."""
+        count, names = len(self.parts), named_parameters(self.module).values()
+        sums = Gradients(tensors, needs, self.parts)
         weights = [
             x.detach().requires_grad_(needed)
             for x, needed in zip(tensors[count:], needs[count:], strict=True)
         ]
         named = {name: x for each, x in zip(names, weights, strict=True) for name in each}
-        place = self.view._place
-        with reentered(self.view, self.base), without_view(), _reparametrize_module(self.module, named):
+        with _reparametrize_module(self.module, named):
             for start, size in self.ranges():
                 own = [
                     x.detach().requires_grad_(needed)
                     for x, needed in zip(self.tile(tensors[:count], start, size), needs, strict=False)
                 ]
                 with torch.enable_grad():
-                    results = tensors_in(self.run_tile(own, size, place))
-                pairs = [
-                    (x, _cut(gradient, part, start, size))
-                    for x, gradient, part in zip(results, given, self.of_results, strict=True)
-                    if gradient is not None and x.requires_grad
-                ]
+                    results = tensors_in(self.run_tile(own, self.parts_of(size), place))
+                place = self.view._place if place is None else place
+                pairs = of_tile(results, start, size)
                 wanted = [x for x in (*own, *weights) if x.requires_grad]
                 if pairs:
                     outputs, of_outputs = zip(*pairs, strict=True)
                     found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True)
                     sums.add(found, start, size)
                 del own, results, pairs
-        return sums.result()
+        return sums
 
 
 class _ByTile(torch.autograd.Function):
@@ -159,14 +187,11 @@ class _ByTile(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{type(ctx.call.module).__name__} ran by tiles, whose gradients cannot be differentiated "
-                "again (create_graph=True); for that parallelize the model without tile"
-            )
+            raise RuntimeError(f"{type(ctx.call.module).__name__} {AGAIN}")
         return None, *ctx.call.gradients(ctx.saved_tensors, ctx.needs_input_grad[1:], given)
 
 
-class _Sums:
+class Gradients:
     """Gradients of a call: of parts each tile's beside the others, of other tensors their sum."""
 
     def __init__(
@@ -193,10 +218,7 @@ class _Sums:
                 _put(gradient, total, part, start, size)
 
     def result(self) -> list[Tensor | None]:
-        return [
-            None if total is None else total.to(x.dtype)
-            for x, total in zip(self.tensors, self.found, strict=True)
-        ]
+        return in_dtypes(self.found, [x.dtype for x in self.tensors])
 
 
 class _Unchanged(Aliases):
@@ -235,6 +257,10 @@ class _Autocast:
             entered.__exit__(*error)
 
 
+def in_dtypes(gradients: Sequence[Tensor | None], kinds: Sequence[torch.dtype]) -> list[Tensor | None]:
+    return [None if x is None else x.to(kind) for x, kind in zip(gradients, kinds, strict=True)]
+
+
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among a call's arguments, each once."""
     return [*{id(x): x for x in tensors_in(args, kwargs)}.values()]
@@ -250,7 +276,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, kinds)
 
 
-def _named(module: nn.Module) -> dict[Tensor, list[str]]:
+def named_parameters(module: nn.Module) -> dict[Tensor, list[str]]:
     """Return the parameters of a module with their names, several of which may be one parameter's."""
     found: dict[Tensor, list[str]] = {}
     for name, weight in module.named_parameters(remove_duplicate=False):

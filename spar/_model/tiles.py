@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from .._exchange.observers import have_tangents
 from .._transports.dtypes import PLAIN_TYPES
 from .dtensors import is_distributed
 from .generators import draws_since, restored, states
+from .later import Later
 from .library import Library, RunModule
 from .nested import tensors_in
-from .part import Part, part_of
+from .part import Part, part_of, whole_numel
 from .tile_parts import NotByToken
 from .tiled_call import TiledCall, inputs_of, is_plain
 from .view import View, without_view
@@ -45,13 +46,25 @@ def runs_of(
     Tiles may have all but blocks, and what contains one.
     """
     outer = {*blocks, model}
+    inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         run = library.run_of(module)
         has_forward = type(module).forward is not nn.Module.forward
         if tile is not None and has_forward and outer.isdisjoint(module.modules()):
-            run = TiledModule(run, tile)
+            run = TiledModule(run, tile, module not in inside)
         if run is not None:
             yield module, run
+
+
+class _Verdict(NamedTuple):
+    """What is known of a module.
+
+    reason: why it does not run on tiles; None if it does.
+    grows: whether it computes each token alone, and returns more than it is given, as a head does.
+    """
+
+    reason: str | None
+    grows: bool = False
 
 
 class TiledModule:
@@ -59,11 +72,12 @@ class TiledModule:
 
     inner: what runs it on parts; None if it runs as any code.
     size: the tokens of a tile.
+    may_be_head: whether it is outside of blocks: a loss may compute what it returns.
     """
 
-    def __init__(self, inner: RunModule | None, size: int) -> None:
-        self.inner, self.size = inner, size
-        self.reasons: dict[bool, str | None] = {}  # by `training`: why it does not; None: it does
+    def __init__(self, inner: RunModule | None, size: int, may_be_head: bool) -> None:
+        self.inner, self.size, self.may_be_head = inner, size, may_be_head
+        self.verdicts: dict[bool, _Verdict] = {}  # in training, and in evaluation
 
     def __call__(self, view: View, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,33 +89,48 @@ class TiledModule:
             return run(*args, **kwargs)
         for x in (inputs := inputs_of(args, kwargs)):
             view.check_stale("tiles", x)
-        with without_view():
-            call = TiledCall(view, run, module, args, kwargs, self.size)
-            if module.training not in self.reasons:
-                self._decide(view, module, _reason(call, inputs))
-            if self.reasons[module.training] is None:
+
+        def on_tiles() -> Any:
+            if self.verdicts[module.training].reason is None:
                 place = view._place
                 try:
-                    return call.forward(inputs)
+                    with without_view():
+                        return call.forward(inputs)
                 except NotByToken as error:
                     view._place = place
-                    self._decide(view, module, str(error))
-        return run(*args, **kwargs)
+                    self._decide(view, module, _Verdict(str(error)))
+            return run(*args, **kwargs)
 
-    def _decide(self, view: View, module: nn.Module, reason: str | None) -> None:
-        self.reasons[module.training] = reason
+        with without_view():
+            call = TiledCall(view, run, module, args, kwargs, self.size)
+            if module.training not in self.verdicts:
+                self._decide(view, module, _verdict(call, inputs))
+            if self.verdicts[module.training].grows and self._is_head(view, module):
+                out = Later(call, on_tiles, inputs).begin()
+                if out is not None:
+                    return out
+        return on_tiles()
+
+    def _decide(self, view: View, module: nn.Module, verdict: _Verdict) -> None:
+        self.verdicts[module.training] = verdict
+        reason = verdict.reason
         if reason is None or (reason != _SAVES_NOTHING and any(module.children())):
-            view.report.add_tiled(module, reason or "")
+            view.report.add_tiled(type(module).__name__, module, reason or "")
 
     def _may_tile(self, view: View, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether this call is one for tiles, unless what is known of the module says otherwise."""
-        if self.reasons.get(module.training) is not None:
+        """Whether this call is one for tiles, unless what a first run shows says otherwise."""
+        known = self.verdicts.get(module.training)
+        if known is not None and known.reason is not None and not known.grows:
             return False
         inputs = inputs_of(args, kwargs)
         parts = [part for x in inputs if (part := part_of(x)) is not None]
-        if not parts or parts[0].held <= self.size or not all(_is_like(part, parts[0]) for part in parts):
+        if not parts or not all(_is_like(part, parts[0]) for part in parts):
             return False
-        if parts[0].parts is not view.parts or not is_plain((args, kwargs)):
+        if (
+            parts[0].parts is not view.parts
+            or max(parts[0].sizes) <= self.size
+            or not is_plain((args, kwargs))
+        ):
             return False
         if maybe_current_level() is not None or any(type(x) not in PLAIN_TYPES for x in inputs):
             return False
@@ -109,6 +138,11 @@ class TiledModule:
         if forward_ad._current_level >= 0 and have_tangents([*inputs, *weights]):
             return False
         return not any(map(is_distributed, weights)) and not _has_hooks(module)
+
+    def _is_head(self, view: View, module: nn.Module) -> bool:
+        """Whether a loss may compute what a module returns: its hooks would see that it is not there."""
+        has_hooks = module._forward_hooks or module._forward_pre_hooks
+        return self.may_be_head and view.may_wait and torch.is_grad_enabled() and not has_hooks
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -123,8 +157,8 @@ def _is_like(part: Part, first: Part) -> bool:
     return part.lengths == first.lengths and not part.is_padded and not part.is_uneven
 
 
-def _reason(call: TiledCall, inputs: list[Tensor]) -> str | None:
-    """Return why a module is not to run on tiles, by its run on the first one; None if it is."""
+def _verdict(call: TiledCall, inputs: list[Tensor]) -> _Verdict:
+    """Find by its run on the first tile whether a module is to run on tiles."""
     start, size = next(call.ranges())
     view, place, is_recording = call.view, call.view._place, call.view.recording
     own = [
@@ -136,17 +170,22 @@ def _reason(call: TiledCall, inputs: list[Tensor]) -> str | None:
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x)
     try:
         with restored(view.parts.device), _attributes_kept(call.module), torch.enable_grad(), hooks:
-            results = tensors_in(call.run_tile(own, size))
+            results = tensors_in(call.run_tile(own, call.parts_of(size), None))
             if draws_since(generators, view.parts.device):
-                return "draws random numbers"
+                return _Verdict("draws random numbers")
     except NotByToken as error:
-        return str(error)
+        return _Verdict(str(error))
     except Exception as error:  # as in code that reads a part otherwise than by an argument
-        return str(error).split("\n")[0]
+        return _Verdict(str(error).split("\n")[0])
     finally:
         view.recording, view._place = is_recording, place
     of_results = sum(x.numel() * x.itemsize for x in results)
-    return None if saved.bytes_without(results) > _LEAST_SAVED * of_results else _SAVES_NOTHING
+    saves = saved.bytes_without(results) > _LEAST_SAVED * of_results
+    return _Verdict(None if saves else _SAVES_NOTHING, _whole_bytes(results) > _whole_bytes(own))
+
+
+def _whole_bytes(tensors: list[Tensor]) -> int:
+    return sum(whole_numel(x) * x.itemsize for x in tensors)
 
 
 class _Saved:

@@ -31,6 +31,7 @@ from .part import Part, Parts, has_part, is_uneven, mark, part_of, whole_shape
 from .places import code_of, compared_groups, compared_in
 from .report import Report, place_of_caller
 from .spans_mask import SpansRead
+from .waiting import later_of, unless_used, waiting_in
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
@@ -83,6 +84,8 @@ class View(Mode, TorchFunctionMode):
         self.recording = True  # in the first forward
         self.spans_read = SpansRead()
         self.backend_of: BackendOf = eagerly  # in this forward
+        self.may_wait = True  # whether logits may be computed by the loss alone, and so be missing
+        self.has_later = False  # whether a tensor of this forward is computed later
 
     # ---- what a model's hooks call ----
 
@@ -104,7 +107,7 @@ class View(Mode, TorchFunctionMode):
         finally:
             for group, view in zip(groups, before, strict=True):
                 group.view = view
-            self._aliases, self._given = Aliases(), Given(())
+            self._aliases, self._given, self.has_later = Aliases(), Given(()), False
             self.parts.indexes.clear()
             self._watch()
 
@@ -145,6 +148,8 @@ class View(Mode, TorchFunctionMode):
 
     def output(self, value: Any) -> Any:
         """Return what the model returns, at a forward's end, where ranks compare all that it did."""
+        if self.has_later:
+            value = unless_used(value)
         with without_view():
             value = changed(lambda x: self.check_stale("the model's output", x), value)
             self._given.write_back(self.gather, self._aliases)
@@ -168,6 +173,8 @@ class View(Mode, TorchFunctionMode):
         key: of the call; None where no key can tell it from others. sharded: whether an argument is a part.
         """
         function, given = function_of(func), kwargs
+        if sharded and self.has_later and (x := waiting_in(self.parts, args, kwargs)) is not None:
+            return later_of(x).called(x, function, func, args, kwargs)
         if kwargs:
             args, kwargs = function.bind(args, kwargs)
         was_bound = kwargs is not given

@@ -206,13 +206,14 @@ class SequenceParallel(_Trainer):  # type: ignore[misc]
         from transformers import Trainer
 
         own = super().compute_loss
-        views: list[Any] = []
+        views = [state.view for state in states_of(model)]
         readers = Trainer.compute_loss, *self.readers_of_loss
         reads_loss = getattr(own, "__func__", None) in readers
         reads_loss = reads_loss and self.label_smoother is None and self.compute_loss_func is None
-        if reads_loss and (self._is_loss_only or not return_outputs):
-            views = [state.view for state in states_of(model)]
-        with self._as_groups(), replaced(*((view, "returns_parts", True) for view in views)):
+        has_logits = not reads_loss or (return_outputs and not self._is_loss_only)
+        # Where another reads the logits they are whole, and computed.
+        name, value = ("may_wait", False) if has_logits else ("returns_parts", True)
+        with self._as_groups(), replaced(*((view, name, value) for view in views)):
             return own(model, inputs, return_outputs, *args, **kwargs)
 
     def prediction_step(

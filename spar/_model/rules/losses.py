@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..call import FunctionCall, Plan, moves_to, rule
 from ..part import Part, part_of, whole_shape
 from ..sums import sum_over_ranks
+from ..waiting import later_of
 
 _REDUCTION = {"mse_loss": 4, "l1_loss": 4, "smooth_l1_loss": 4, "huber_loss": 2}
 
@@ -40,9 +42,9 @@ def of_classes(call: FunctionCall) -> Plan | None:
     def run(input: Tensor, target: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         smoothing = rest[5] if len(rest) > 5 else kwargs.get("label_smoothing", 0.0)
         options = {"label_smoothing": smoothing} if smoothing else {}
-        total = sum_over_ranks(
-            parts, function(input, target, ignore_index=ignored, reduction="sum", **options)
-        )
+        loss = functools.partial(function, ignore_index=ignored, reduction="sum", **options)
+        later = later_of(input)
+        total = sum_over_ranks(parts, loss(input, target) if later is None else later.summed(loss, target))
         return total / sum_over_ranks(parts, (target != ignored).sum()) if mean else total
 
     return Plan(moves=moves, run=run)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits that are computed where they are used: by a loss, on tiles of tokens, so that they are never whole.
+
+A module behind the blocks, and functions of what it returns, first run without tokens: that has the shapes of
+the whole. A cross entropy then runs all of them on each tile. Any other function first has them computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .aliases import Aliases
+from .functions import Function
+from .nested import changed, tensors_in
+from .part import Parts, mark, part_of
+from .tile_parts import NotByToken, TileParts
+from .tiled_call import TiledCall, inputs_of
+from .tiled_sum import TiledSum
+from .view import current_view, without_view
+from .waiting import LATER, computed, later_of
+
+_LOSSES = frozenset({"cross_entropy", "nll_loss"})
+
+
+class LaterParts(TileParts):
+    """The parts of tensors that are computed later, which have no tokens until then."""
+
+    is_later = True
+
+    def __init__(self, base: Parts, lengths: tuple[int, ...]) -> None:
+        super().__init__(base, lengths, 0)
+        self.base = base
+
+    def gather(self, x: Tensor) -> Tensor:
+        later = later_of(x)
+        return x if later is None else self.base.gather(later.compute())
+
+
+class Later:
+    """What a module and functions of its result will return.
+
+    call: of the module, whose forward it postpones. run: computes the module's result in the view, at once.
+    inputs: the tensors among the arguments of `call`.
+    """
+
+    def __init__(self, call: TiledCall, run: Callable[[], Any], inputs: list[Tensor]) -> None:
+        self.call, self.run, self.inputs = call, run, inputs
+        self.functions: tuple[Callable[[Tensor], Any], ...] = ()
+        self.is_used: list[bool] = []  # by a loss: shared with what begins like it
+        self.value: Tensor | None = None
+
+    def begin(self) -> Tensor | None:
+        """Return what stands for the result; None where there is no such. Call it outside of the view."""
+        call = self.call
+        tile = LaterParts(call.base, call.lengths)
+        try:
+            with torch.enable_grad():
+                out = call.run_tile(call.tile(self.inputs, 0, 0), tile, call.view._place)
+        except Exception:  # it does not run without tokens
+            return None
+        return self._standing(out) if isinstance(out, Tensor) and out.requires_grad else None
+
+    def _standing(self, empty: Tensor) -> Tensor:
+        setattr(empty, LATER, self)
+        self.call.view.has_later = True
+        return empty
+
+    def then(self, function: Callable[[Tensor], Any], empty: Tensor) -> Tensor:
+        """Return what stands for a function's result, which is `empty` without tokens."""
+        after = Later(self.call, self.run, self.inputs)
+        after.functions, after.is_used = (*self.functions, function), self.is_used
+        return after._standing(empty)
+
+    def compute(self) -> Tensor:
+        """Compute all of this rank's tokens, in the view."""
+        if self.value is None:
+            view = self.call.view
+            if current_view() is not view:
+                with view:
+                    return self.compute()
+            before, view.may_wait = view.may_wait, False
+            try:
+                out = self.run()
+                for function in self.functions:
+                    out = function(out)
+            finally:
+                view.may_wait = before
+            self.value = out
+        return self.value
+
+    def summed(self, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor) -> Tensor:
+        """Return the sum of this rank's losses, computed on tiles. loss: returns the sum of some tokens'."""
+        call = self.call
+
+        def run(arguments: Any, target: Tensor) -> Tensor:
+            out = call.run(*arguments[0], **arguments[1])
+            for function in self.functions:
+                out = function(out)
+            with without_view():
+                return loss(out, target)
+
+        arguments = call.with_inputs(self.inputs)
+        self.is_used.append(True)
+        call.view.report.add_tiled(f"{type(call.module).__name__} and the loss", call.module, "")
+        of_loss = TiledSum(call.view, run, call.module, (arguments, target), {}, call.size)
+        try:
+            return of_loss.sum(inputs_of(arguments, target))
+        except NotByToken:  # as of code that branches on the tokens
+            return loss(self.compute(), target)
+
+    def called(self, x: Tensor, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a function of x, which stands for the result, in the view, which was left for this call."""
+        view, part = self.call.view, part_of(x)
+        assert part is not None
+
+        def with_in_place(y: Tensor) -> Any:
+            return changed(lambda z: y if z is x else z, (args, kwargs))
+
+        if function.name in _LOSSES and args and args[0] is x:
+            twin = mark(x.view_as(x), self.call.base.part(part.dim, part.lengths, part.outer, part.inner))
+            setattr(twin, LATER, self)
+            return view._call(None, True, func, *with_in_place(twin))
+        others = [y for y in inputs_of(args, kwargs) if y is not x]
+        if not (function.writes or any(y.requires_grad or part_of(y) is not None for y in others)):
+            with contextlib.suppress(NotByToken):
+                with view.on_tile(part.parts, Aliases(), view._place), torch.enable_grad():
+                    out = func(*args, **kwargs)
+                if not tensors_in(out):  # as a shape
+                    return out
+                of_out = part_of(out)
+                if of_out is not None and of_out.parts is part.parts and out.requires_grad:
+
+                    def again(y: Tensor) -> Any:
+                        args, kwargs = with_in_place(y)
+                        return func(*args, **kwargs)
+
+                    return self.then(again, out)
+        with view:
+            args, kwargs = computed((args, kwargs))
+            return func(*args, **kwargs)
