@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 
 from .._control.speeds import Speeds
+from .._control.state import Place
 from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_fake
 from .._group.group import Group
@@ -30,10 +33,16 @@ def pairs_of(keywords: Keywords, layout: Layout, world: int) -> list[int]:
     ]
 
 
+def is_real(group: Group | Place, request: Request) -> TypeGuard[Group]:
+    """Whether ranks exchange the values of a call, outside of compiled code."""
+    is_eager = not torch.compiler.is_compiling() and not is_fake(request.q)
+    return isinstance(group, Group) and group.world > 1 and is_eager
+
+
 def speeds_of(problem: Problem, request: Request) -> Speeds | None:
     """Return the speeds of a group, which all ranks know alike once it is set up; None: not measured."""
     group, device = problem.group, request.q.device
-    if not isinstance(group, Group) or torch.compiler.is_compiling() or is_fake(request.q):
+    if not is_real(group, request):
         return None
     group.channel("attention", device)
     measured = group.measured.get(device.type)

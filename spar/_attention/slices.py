@@ -15,12 +15,11 @@ from torch import Tensor
 
 from .._exchange.exchange import Exchange
 from .._exchange.layouts import by_sizes, pair
-from .._exchange.observers import is_fake
 from .._exchange.work import Work, start
 from .._group.group import Group
 from .._transports.channel import WORTH_A_CALL
 from ..sizes import share
-from .by_time import received, speeds_of, step_of
+from .by_time import is_real, received, speeds_of, step_of
 from .kernels import reason_against
 from .kernels.kernel import Needs
 from .local import Outs, over_sequence
@@ -41,7 +40,7 @@ def slices_of(method: str, problem: Problem, request: Request) -> int:
     from the kernel.
     """
     group, shapes = problem.group, problem.shapes
-    if not isinstance(group, Group) or torch.compiler.is_compiling() or is_fake(request.q):
+    if not is_real(group, request):
         return 1
     ranks = {"ulysses": group.world, "gather": 1}.get(method, 0)
     if ranks == 0 or problem.keys is None or shapes.key_heads % ranks or not _are_apart(problem, request):
