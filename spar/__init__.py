@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """spar: context parallelism for PyTorch, by one call and by operations.
 
+What most programs call:
+
+    parallelize      shard the sequence of a model of torch, transformers or diffusers
+    unparallelize    undo it
+    SequenceLayout   how a sequence lies on the ranks; it shards, gathers, shifts, and adds halos
+    attention        scaled dot product attention over a sharded sequence
+    Spans            which keys its queries attend to
+    mean_loss        divide all ranks' loss by the number of all ranks' tokens
+    masked_mean      average values over tokens, samples or groups of samples
+    token_logprobs   log-probability and entropy of each token, from tiles of logits
+    rank_seed        seed dropout, differently on each rank
+    transport        report how a group moves bytes, and why
+
 Operations on one process group, each differentiable:
 
-    all_to_all                                   scatter one dim over the ranks, gather another
-    all_to_all_single                            send slices of any sizes for each pair of ranks
-    all_gather                                   concatenate the shards of all ranks; sum their gradients
-    reduce_scatter                               sum over the ranks, and keep this rank's shard
+    all_to_all         scatter one dim over the ranks, gather another
+    all_to_all_single  send slices of any sizes for each pair of ranks
+    all_gather         concatenate the shards of all ranks; sum their gradients
+    reduce_scatter     sum over the ranks, and keep this rank's shard
+    roll               move tokens along a sequence, and around its end
+    by_heads           run a function that mixes tokens head by head, such as linear attention
+    by_state           run a recurrence with a linear state, of which states alone travel
+
+Work is an exchange in flight, which `async_op=True` returns. Rows plans an exchange of the rows that each
+rank wants by their index. A group's set-up and end: init, close, memory_stats, empty_cache, debug.
+
+Names of MindSpeed-MM and LightRFT, for code that has them:
+
     split_forward_gather_backward                keep this rank's shard; gather gradients
     gather_forward_split_backward                concatenate the shards of all ranks; split the gradient
     gather_forward_split_backward_and_unpad      the same, then remove padding from the end
@@ -14,31 +36,12 @@ Operations on one process group, each differentiable:
     load_balanced_gather_forward_split_backward  undo it, in natural order
     packed_data_split_forward_gather_backward    keep this rank's shard of each of several packed sequences
     packed_data_gather_forward_split_backward    undo it
-    roll                                         move tokens along a sequence, and around its end
     reorder_output                               reorder gathered zigzag chunks into natural order
-    mean_loss                                    divide all ranks' loss by the number of all ranks' tokens
-    masked_mean                                  average values over tokens, samples or groups of samples
-    token_logprobs                               log-probability and entropy of each token, as in RL
-    rank_seed                                    seed dropout, differently on each rank
+    cal_split_sizes, cal_split_sizes_multi       sizes of the ranks' shards
 
 Over ring x ulysses, by the parallel state: split_forward_gather_backward_with_cp,
 gather_forward_split_backward_with_cp, packed_data_split_forward_gather_backward_with_cp and
 packed_data_gather_forward_split_backward_with_cp.
-
-Work: an exchange in flight, which `async_op=True` returns.
-
-SequenceLayout: how a sequence lies on the ranks; it shards, gathers, shifts, and adds halos. Rows: a plan of
-the rows that each rank wants by their index, as graphs and nearest neighbours need.
-
-attention: over a sequence that is sharded by a layout; Spans: which keys its queries attend to.
-by_heads: any function that mixes tokens head by head, such as linear attention; by_state: recurrences with a
-linear state, of which states alone travel.
-
-parallelize: any model of torch, transformers or diffusers over a sharded sequence, unchanged; unparallelize
-undoes it.
-
-Sizes: cal_split_sizes, cal_split_sizes_multi. A group's transport: init, transport, close, memory_stats,
-empty_cache, debug.
 
 Modules:
 
