@@ -21,11 +21,12 @@ from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .by_time import speeds_of, step_of
-from .grid_methods import by_rows_and_columns, checked_grid, ulysses_gather
+from .grid_methods import GRIDS_LIKE, by_rows_and_columns, checked_float8, checked_grid, ulysses_gather
 from .key import key_of
 from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
-from .problem import Attend, Problem, Request, checked, hashes_of
+from .problem import Problem, checked
+from .request import Attend, Request, hashes_of
 from .ring import forward_exchanges
 from .slices import in_slices, slices_of
 from .spans import Spans
@@ -114,6 +115,7 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     grid: tuple[int, int] | None = None,
+    float8: str | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -138,6 +140,7 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     grid: tuple[int, int] | None = None,
+    float8: str | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -162,6 +165,7 @@ def attention(
     dropout_p: float = 0.0,
     method: str | None = None,
     grid: tuple[int, int] | None = None,
+    float8: str | None = None,
     attend: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
@@ -216,6 +220,9 @@ def attention(
         grid: (rows, columns) of ranks for "2d" and "ulysses_gather", whose product is their number. None: by
             "2d" the grid that sends the fewest bytes; by "ulysses_gather" likewise, of those whose ranks have
             equally many heads.
+        float8: "forward", "backward" or "both": exchanges of q, k, v and the output, or of their gradients,
+            move float8 with a scale for each head of each token: about half of the bytes of 16 bits. Not by
+            the ring, and not for float64. Results are then not exact: docs/attention.md has the bounds.
         attend: the caller's kernel, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
             equal heads. It applies causality, scale and dropout itself. With gather it is called for each run
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
@@ -243,20 +250,9 @@ def attention(
         raise _layout_error(layout, q)
     function, kernel = (None, attend) if isinstance(attend, str) else (attend, None)
     spans, dense = (mask, None) if isinstance(mask, Spans) else (None, mask)
-    options = (
-        causal,
-        window,
-        grid,
-        softcap,
-        scale,
-        dropout_p,
-        method,
-        kernel,
-        seq_dim,
-        head_dim,
-        bool(return_lse),
-    )
-    passed: tuple[Any, ...] = q, k, v, queries, keys, dense, spans, sinks, bias, function, *options
+    options = causal, window, grid, float8, softcap, scale, dropout_p, method, kernel, seq_dim, head_dim
+    tensors = q, k, v, queries, keys, dense, spans, sinks, bias, function
+    passed: tuple[Any, ...] = *tensors, *options, bool(return_lse)
     request = Request(*passed)
     if method is not None or queries.kind != "hybrid" or keys != queries:
         return _attend(request)
@@ -290,7 +286,7 @@ def exchanges_only(
 
     groups: of ulysses, and of the ring around it, for a hybrid layout and method None.
     """
-    options = causal, window, None, None, None, 0.0, method, None, 1, 2, False, False
+    options = causal, window, None, None, None, None, 0.0, method, None, 1, 2, False, False
     passed: tuple[Any, ...] = q, k, v, layout, layout, None, mask, None, None, None, *options
     zeros: torch.Tensor = _attend(Request(*passed), groups)
     return zeros
@@ -373,7 +369,11 @@ def _decided(
         raise call.error("method", repr(method), f"{names} or None")
     shapes = problem.shapes
     grid = checked_grid(call, request.grid, method, shapes.heads, shapes.key_heads)
-    problem = replace(problem, grid=grid)
+    float8 = checked_float8(call, request.float8, method, shapes)
+    if any(float8) and method in GRIDS_LIKE:
+        # Exchanges of a grid alone move rows.
+        method, grid = "ulysses_gather", GRIDS_LIKE[method](call.world)
+    problem = replace(problem, grid=grid, float8=float8)
     learns = problem.mask is not None and request.mask.requires_grad and torch.is_grad_enabled()
     if learns and (method != "ulysses" or problem.by_blocks):
         expected = (

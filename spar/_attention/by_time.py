@@ -13,7 +13,8 @@ from .._exchange.layouts import Layout, shards
 from .._exchange.observers import is_fake
 from .._group.group import Group
 from ..sizes import share
-from .problem import Problem, Request
+from .problem import Problem
+from .request import Request
 from .spans import Keywords, closed
 
 

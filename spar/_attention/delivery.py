@@ -22,6 +22,7 @@ from .._exchange.gather_plan import Interval
 from .._exchange.layouts import Args, by_receiver
 from .._exchange.observers import must_record
 from .._group.group import Call
+from .float8 import narrowed_rows, widened_rows
 from .grid import Shares
 from .kernels.kernel import accumulated, finite
 from .ring import as_items, second_derivative_error
@@ -133,20 +134,39 @@ def _refuse_second_derivative() -> None:
 
 
 class Delivery(NamedTuple):
-    """An exchange of tensors [B, H, S, D] from the owners of their tokens, and the route of each."""
+    """An exchange of tensors [B, H, S, D] from the owners of their tokens, and the route of each.
+
+    Attributes:
+        gradients: the exchange of their gradients.
+        float8: whether each of both moves rows as float8.
+    """
 
     exchange: Exchange
+    gradients: Exchange
     routes: tuple[Route, ...]
+    float8: tuple[bool, bool]
 
     def run(self, tensors: Sequence[Tensor], records: bool) -> list[Tensor]:
         """Return the tensors of this rank's heads and tokens, in the order of the sequence."""
-        exchange = self.exchange.recorded() if records else self.exchange
-        kinds = [route.cut(x) for route, x in zip(self.routes, tensors, strict=True)]
+        exchange, dtype = self.exchange.recorded() if records else self.exchange, tensors[0].dtype
+        sent = [narrowed_rows(x) for x in tensors] if self.float8[0] else tensors
+        kinds = [route.cut(x) for route, x in zip(self.routes, sent, strict=True)]
         shapes = [
-            route.shapes_parted(x.size(0), x.size(3)) for route, x in zip(self.routes, tensors, strict=True)
+            route.shapes_parted(x.size(0), x.size(3)) for route, x in zip(self.routes, sent, strict=True)
         ]
         received = _exchanged(exchange, kinds, shapes)
-        return [route.joined(parts) for route, parts in zip(self.routes, received, strict=True)]
+        joined = [route.joined(parts) for route, parts in zip(self.routes, received, strict=True)]
+        return [widened_rows(x, dtype) for x in joined] if self.float8[0] else joined
+
+    def undo(self, grads: Sequence[Tensor], call: Number) -> list[list[Tensor]]:
+        """Return the gradients of this rank's tensors from each rank that got parts of them."""
+        sent = [narrowed_rows(x) for x in grads] if self.float8[1] else grads
+        kinds = [route.parted(x) for route, x in zip(self.routes, sent, strict=True)]
+        shapes = [route.shapes_cut(x.size(0), x.size(3)) for route, x in zip(self.routes, sent, strict=True)]
+        received = _exchanged(self.gradients, kinds, shapes, call)
+        if not self.float8[1]:
+            return received
+        return [[widened_rows(x, grads[0].dtype) for x in parts] for parts in received]
 
 
 class SparDelivery(torch.autograd.Function):
@@ -159,13 +179,10 @@ class SparDelivery(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        exchange, routes = ctx.delivery
-        with Call(exchange.group, exchange.transposed.name, 1, grads[0].device.type):
+        delivery, gradients = ctx.delivery, ctx.delivery.gradients
+        with Call(gradients.group, gradients.name, 1, grads[0].device.type):
             _refuse_second_derivative()
-            kinds = [route.parted(x) for route, x in zip(routes, grads, strict=True)]
-            shapes = [route.shapes_cut(x.size(0), x.size(3)) for route, x in zip(routes, grads, strict=True)]
-            received = _exchanged(exchange.transposed, kinds, shapes, ctx.call)
-            sums = zip(routes, received, ctx.shapes, strict=True)
+            sums = zip(delivery.routes, delivery.undo(grads, ctx.call), ctx.shapes, strict=True)
             return None, *(route.summed(parts, shape) for route, parts, shape in sums)
 
 
@@ -186,26 +203,42 @@ class Return(NamedTuple):
         gradients: the exchange of what ranks need of the gradients of results.
         merges: whether ranks attended to other keys each, and results are merged by the log-sum-exp; else
             they have other heads.
+        float8: whether the exchange, and that of gradients, move rows as float8.
     """
 
     exchange: Exchange
     gradients: Exchange
     route: Route
     merges: bool
+    float8: tuple[bool, bool]
 
     def run(self, outs: Sequence[Tensor], records: bool) -> list[list[Tensor]]:
         """Return the parts of each result, of this rank's tokens, by the rank that computed them."""
-        exchange = self.exchange.recorded() if records else self.exchange
-        outs = [x if x.dim() == 4 else x.unsqueeze(3) for x in outs]
-        kinds = [self.route.parted(x) for x in outs]
-        return _exchanged(exchange, kinds, [self.route.shapes_cut(x.size(0), x.size(3)) for x in outs])
+        exchange, dtype = self.exchange.recorded() if records else self.exchange, outs[0].dtype
+        sent = _by_rows(outs, self.float8[0])
+        kinds = [self.route.parted(x) for x in sent]
+        received = _exchanged(exchange, kinds, [self.route.shapes_cut(x.size(0), x.size(3)) for x in sent])
+        if self.float8[0]:
+            received[0] = [widened_rows(x, dtype) for x in received[0]]
+        return received
 
     def undo(self, grads: Sequence[Tensor], call: Number) -> list[Tensor]:
         """Return the gradients [B, H, S, E] of what this rank computed, from those of results."""
-        kinds = [self.route.cut(x) for x in grads]
-        shapes = [self.route.shapes_parted(x.size(0), x.size(3)) for x in grads]
+        sent = _by_rows(grads, self.float8[1])
+        kinds = [self.route.cut(x) for x in sent]
+        shapes = [self.route.shapes_parted(x.size(0), x.size(3)) for x in sent]
         received = _exchanged(self.gradients, kinds, shapes, call)
-        return [self.route.joined(parts) for parts in received]
+        found = [self.route.joined(parts) for parts in received]
+        if self.float8[1]:
+            found[0] = widened_rows(found[0], grads[0].dtype)
+        return found
+
+
+def _by_rows(tensors: Sequence[Tensor], is_float8: bool) -> list[Tensor]:
+    """Return results as an exchange moves them: rows [B, H, S, E], and numbers [B, H, S] as rows of one."""
+    rows, *numbers = tensors
+    found = [narrowed_rows(rows) if is_float8 else rows]
+    return found + [x.unsqueeze(3) for x in numbers]
 
 
 class SparReturn(torch.autograd.Function):
@@ -223,7 +256,7 @@ class SparReturn(torch.autograd.Function):
         back = ctx.back
         with Call(back.gradients.group, back.gradients.name, 2, grads[0].device.type):
             _refuse_second_derivative()
-            found = back.undo([x if x.dim() == 4 else x.unsqueeze(3) for x in grads], ctx.call)
+            found = back.undo(grads, ctx.call)
             return None, *(x if like.dim() == 4 else x[..., 0] for x, like in zip(found, grads, strict=True))
 
 
@@ -260,7 +293,7 @@ class SparMerge(torch.autograd.Function):
             out, lse, merged, total, sinks = ctx.saved_tensors
             rows = (grad.to(lse.dtype) * merged.to(lse.dtype)).sum(3) - grad_lse
             total = finite(total)
-            own_grad, *of_rows = back.undo((grad, total[..., None], rows[..., None]), ctx.call)
+            own_grad, *of_rows = back.undo((grad, total, rows), ctx.call)
             own_total, own_rows = (x[..., 0] for x in of_rows)
             weights, own_grad = torch.exp(lse - own_total), own_grad.to(lse.dtype)
             dlse = weights * ((own_grad * out.to(lse.dtype)).sum(3) - own_rows)

@@ -6,6 +6,7 @@ They then share either the keys, or the heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,23 +14,31 @@ import torch
 
 from .._checks import digest
 from .._exchange.arguments import Arguments
-from .._exchange.exchange import Exchange
+from .._exchange.exchange import Exchange, backward_of
 from .._exchange.gather_plan import Interval
-from .._exchange.layouts import swapped
+from .._exchange.layouts import Args, swapped
 from .._exchange.observers import have_tangents, is_transformed
 from .._group.group import Group
 from ..ops.heads import heads_of_ranks, repeats_of
 from ..sizes import as_int
 from .delivery import Delivery, Return, deliver, give_back, route_of
+from .float8 import DIRECTIONS, DTYPES, SCALE
 from .grid import Grid, Tokens, fewest_bytes_2d, fewest_bytes_by_heads, grid_of, tokens_by_spans, tokens_of
 from .kernels.kernel import accumulated
 from .local import Outs, Tensors, blocks_by_runs, by_spans, by_steps, nothing, spans_of
 from .methods import Run, as_given, of_heads, permuted
-from .problem import Problem, Request
+from .problem import Problem, Shapes
+from .request import Request
 from .ring import transform_error
 
 # Of (heads, key heads, ranks): the rows and columns that are taken if the caller names none.
 SHAPES = {"2d": fewest_bytes_2d, "ulysses_gather": fewest_bytes_by_heads}
+
+# The grids by which "ulysses_gather" exchanges what other methods do, of a number of ranks.
+GRIDS_LIKE: dict[str, Callable[[int], tuple[int, int]]] = {
+    "ulysses": lambda world: (1, world),
+    "gather": lambda world: (world, 1),
+}
 
 
 class _Heads(NamedTuple):
@@ -78,6 +87,24 @@ def checked_grid(
     if min(rows, columns) < 1 or rows * columns != world:
         raise call.error("grid", f"{(rows, columns)}", expected)
     return rows, columns
+
+
+def checked_float8(call: Arguments, float8: object, method: str | None, shapes: Shapes) -> tuple[bool, bool]:
+    """Return whether rows travel as float8 in forward, and whether in backward."""
+    if not isinstance(float8, (str, type(None))) or float8 not in DIRECTIONS:
+        names = ", ".join([f'"{name}"' for name in DIRECTIONS if name])
+        raise call.error("float8", f"{float8!r:.200}", f"{names} or None")
+    methods, dtype = (*GRIDS_LIKE, *SHAPES), call.input.dtype
+    if float8 is not None and method not in methods:
+        what = "that of a hybrid layout" if method is None else repr(method)
+        expected = f"one of {', '.join(map(repr, methods))}"
+        raise call.error("float8", f"{float8!r}, and the method is {what}", expected)
+    if float8 is not None and dtype not in DTYPES:
+        expected = f"None, as gradients are not exact, or {', '.join(map(str, DTYPES))}"
+        raise call.error("float8", f"{float8!r}, and q is of {dtype}", expected)
+    if float8 is not None and 0 in (shapes.width, shapes.value_width):
+        raise call.error("float8", f"{float8!r}, and heads have no width", "None")
+    return DIRECTIONS[float8]
 
 
 def _grid_of(problem: Problem) -> Grid:
@@ -147,29 +174,54 @@ def _exchanges(
     """Return the exchange of q, k and v and that of results, which a group remembers."""
     group, shapes = problem.group, problem.shapes
     remembered = group.exchanges if isinstance(group, Group) else {}
-    key = "grid", tokens, *shapes, *heads.queries, problem.dtype, merges, note, problem.returns_lse
+    key = (
+        "grid",
+        tokens,
+        *shapes,
+        *heads.queries,
+        problem.dtype,
+        merges,
+        note,
+        problem.returns_lse,
+        problem.float8,
+    )
     found: tuple[Delivery, Return] | None = remembered.get(key)
     if found is not None:
         return found
     queries, keys = (
         route_of(shares, of_ranks, group.rank) for shares, of_ranks in zip(tokens, heads[:2], strict=True)
     )
-    size = group.world, shapes.batch
-    of_values = queries.args(*size, shapes.value_width)
-    args = (
-        queries.args(*size, shapes.width),
-        keys.args(*size, shapes.width),
-        keys.args(*size, shapes.value_width),
-    )
-    # Numbers of rows travel as items of the dtype of the output.
-    of_rows = queries.args(*size, accumulated(problem.dtype).itemsize // problem.dtype.itemsize)
-    back = (of_values, of_rows) if problem.returns_lse else (of_values,)
-    results = Exchange("attention", group, tuple(map(swapped, back)))
-    gradients = results.transposed
+    # What moves, in forward and in backward.
+    moves: list[tuple[tuple[Args, ...], tuple[Args, ...]]] = []
+    for is_float8 in problem.float8:
+        size, item = (group.world, shapes.batch), 1 if is_float8 else problem.dtype.itemsize
+        width, of_values = (d + SCALE * is_float8 for d in (shapes.width, shapes.value_width))
+        results = queries.args(*size, of_values)
+        # Numbers of rows travel as items of the dtype of the others.
+        numbers = queries.args(*size, accumulated(problem.dtype).itemsize // item)
+        tokens_moved = queries.args(*size, width), keys.args(*size, width), keys.args(*size, of_values)
+        moves.append((tokens_moved, (results, numbers)))
+    (forward, out), (backward, of_out) = moves
     if merges:
-        gradients = Exchange(gradients.name, group, (of_values, of_rows, of_rows))
-    delivery = Delivery(Exchange("attention", group, args, note=note), (queries, keys, keys))
-    found = delivery, Return(results, gradients, queries, merges)
+        of_out = (*of_out, of_out[1])
+    elif not problem.returns_lse:
+        out, of_out = out[:1], of_out[:1]
+    name = backward_of("attention")
+    found = (
+        Delivery(
+            Exchange("attention", group, forward, note=note),
+            Exchange(name, group, tuple(map(swapped, backward))),
+            (queries, keys, keys),
+            problem.float8,
+        ),
+        Return(
+            Exchange("attention", group, tuple(map(swapped, out))),
+            Exchange(name, group, of_out),
+            queries,
+            merges,
+            problem.float8,
+        ),
+    )
     remembered[key] = found
     return found
 

@@ -12,7 +12,7 @@ from .._exchange.arguments import Key
 from .._group.registry import place_of
 from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import WITH_DOCUMENTS
-from .problem import Request, hashes_of
+from .request import Request, hashes_of
 
 # Equal options of other types, such as tensors, need not mean the same.
 _EXACT = frozenset({bool, int, float, str, NoneType})

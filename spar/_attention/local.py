@@ -30,7 +30,8 @@ from .kernel_blocks import in_parts
 from .kernels import blocks_of_spans, flash_instead_of_cudnn
 from .kernels.kernel import Needs, accumulated, readable
 from .masks import causal_mask, joined, sliced
-from .problem import Problem, Request
+from .problem import Problem
+from .request import Request
 from .ring import Ring, Round, attend_round
 from .scores import Blocks, Scores
 from .sending import Gathering

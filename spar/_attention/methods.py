@@ -41,7 +41,8 @@ from .local import (
     scores_and_blocks,
     spans_of,
 )
-from .problem import Problem, Request
+from .problem import Problem
+from .request import Request
 from .ring import Ring, backward_exchanges, round_of
 from .scores import Scores
 from .sending import Gathering

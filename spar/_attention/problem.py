@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _C
-from .._checks import digest
 from .._control.state import Place
 from .._exchange.arguments import Arguments
 from .._exchange.layouts import Layout, extent, total_of
@@ -24,54 +21,9 @@ from ..sizes import as_int
 from .kernels import NAMES, blocks_of_spans, reason_against, takes_parts
 from .kernels.kernel import Needs
 from .masks import shape_of_mask
-from .pairs import Function
+from .request import Request, Window, note_of
 from .scores import Scores
 from .spans import Keywords, Spans, with_keywords
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Window = tuple[int | None, int | None]
-
-
-class Request(NamedTuple):
-    """One call, as its caller passes it. Tensors and functions decide by what they are, not by their values.
-
-    Attributes:
-        q: `[B, S_local, H, D]` by default.
-        k, v: `[B, T_local, K, D]` and `[B, T_local, K, E]`; K divides H.
-        queries, keys: the layouts of q, and of k and v; None: every rank holds the whole k and v.
-        mask: over the whole sequence; once it was checked `[B, H, S, T]`, of which dims of size 1 broadcast.
-        spans: which keys each query attends to.
-        sinks: `[H]`, the score of a key of value 0 that each query of a head attends to besides.
-        bias: what is added to the scores.
-        attend: the caller's kernel, which applies all this itself.
-        grid: the rows and columns of ranks, for methods that have them; None chooses them.
-        kernel: the name of one of spar's kernels; None chooses one.
-        seq_dim, head_dim: those of S and H; None: 1 and 2.
-        computes: False: make the exchanges, but compute nothing, as `spar plan` does to count them.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    queries: SequenceLayout
-    keys: SequenceLayout | None
-    mask: Any
-    spans: Spans | None
-    sinks: Any
-    bias: Function | None
-    attend: Attend | None
-    causal: bool
-    window: Window | None
-    grid: Any
-    softcap: float | None
-    scale: float | None
-    dropout_p: float
-    method: str | None
-    kernel: str | None
-    seq_dim: int | None
-    head_dim: int | None
-    returns_lse: bool
-    computes: bool = True
 
 
 class Shapes(NamedTuple):
@@ -117,6 +69,7 @@ class Problem:
         varied: as in Needs.
         joins: whether the documents of a rank are parts of one block.
         grid: the rows and columns of ranks; None: the method has none.
+        float8: whether rows travel as float8, in forward and in backward.
     """
 
     group: Group | Place
@@ -146,6 +99,7 @@ class Problem:
     varied: bool
     joins: bool
     grid: tuple[int, int] | None = None
+    float8: tuple[bool, bool] = (False, False)
 
     @property
     def keywords(self) -> Keywords:
@@ -205,7 +159,7 @@ def checked(call: Arguments, request: Request, hashes: Sequence[str]) -> Problem
         kernel=request.kernel,
         returns_lse=request.returns_lse,
         computes=request.computes,
-        note=_note(request, window, softcap, hashes),
+        note=note_of(request, window, softcap, hashes),
         uses_spans=uses_spans,
         blockwise=request.attend is None and request.dropout_p == 0.0,
         by_blocks=changes or uses_spans or request.kernel is not None,
@@ -385,63 +339,3 @@ def _check_spans(call: Arguments, spans: Spans | None, shapes: Shapes, queries: 
     if not fits or shape[0] not in (1, batch) or shape[1] not in (1, heads):
         expected = f"Spans of [{batch} or 1, {heads} or 1, {queries}, {keys}]"
         raise call.error("mask", f"Spans of {list(shape)}", expected)
-
-
-# ---- what ranks compare ----
-
-
-def _note(request: Request, window: Window | None, softcap: float, hashes: Sequence[str]) -> str:
-    """Return what ranks compare besides shapes and layouts, which are the same in compiled code."""
-    parts = ["causal True"] if request.causal else []
-    if request.mask is not None:
-        parts.append(f"mask of {request.mask.dtype}")
-    if window is not None:
-        parts.append(f"window {window}")
-    if request.sinks is not None:
-        parts.append(f"sinks of {request.sinks.dtype}")
-    if softcap:
-        parts.append(f"softcap {softcap}")
-    if request.bias is not None:
-        parts.append("a bias")
-    if request.scale is not None:
-        # -0.0 equals 0.0, by which an attention is remembered.
-        parts.append(f"scale {float(request.scale) + 0.0}")
-    if request.dropout_p:
-        parts.append(f"dropout_p {request.dropout_p}")
-    if request.spans is not None:
-        parts.append("spans")
-    return ", ".join([*parts, *hashes])
-
-
-def hashes_of(request: Request) -> tuple[str, ...]:
-    """Return the hashes of a call's values that ranks compare, as the caller passes them."""
-    mask, spans, sinks = request.mask, request.spans, request.sinks
-    if mask is spans is sinks is None or torch.compiler.is_compiling():
-        return ()
-    hashes, checks = [], _C.env("check") == "1"
-    if (
-        isinstance(mask, Tensor)
-        and not is_fake(mask)
-        and (checks or (mask.is_cpu and not mask.requires_grad))
-    ):
-        hashes.append(f"hash of the mask {_digest_of(mask):x}")
-    if checks and isinstance(sinks, Tensor) and not is_fake(sinks):
-        hashes.append(f"hash of the sinks {digest(sinks):x}")
-    if spans is not None:
-        hashes.append(f"hash of the spans {spans.digest:x}")
-    return tuple(hashes)
-
-
-# By mask: its version, and its hash. Layers share a mask, and a hash reads all of it.
-_digests = WeakTensorKeyDictionary()
-
-
-def _digest_of(mask: Tensor) -> int:
-    if mask.is_inference():
-        # It has no version that shows a change.
-        return digest(mask)
-    version, value = _digests.get(mask, (-1, 0))
-    if version != mask._version:
-        value = digest(mask)
-        _digests[mask] = mask._version, value
-    return int(value)

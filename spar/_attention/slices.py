@@ -24,7 +24,8 @@ from .kernels import reason_against
 from .kernels.kernel import Needs
 from .local import Outs, over_sequence
 from .methods import Run, as_given, exchange_of_keys, of_heads, over_keys, permuted
-from .problem import Problem, Request
+from .problem import Problem
+from .request import Request
 
 # So many slices at most: a fourth of an exchange is then waited for.
 MOST = 4

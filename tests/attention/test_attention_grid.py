@@ -21,7 +21,7 @@ pytestmark = pytest.mark.one_transport
 POOL = 4, 6
 Group = dist.ProcessGroup
 METHODS = tuple(SHAPES)
-CASES = int(os.environ.get("SOAK_ATTENTIONS", "12"))
+CASES = int(os.environ.get("SOAK_ATTENTIONS", "8"))
 
 
 def check_cases(rank: int, world: int, group: Group, begin: int) -> None:
