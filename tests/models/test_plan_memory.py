@@ -43,9 +43,12 @@ class Live(TorchDispatchMode):
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.known, self.now, self.peak = known, 0, 0
+        self.embedded = 0  # tokens of an embedding
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            self.embedded = outputs.size(1)
         for x in tree_leaves(outputs):
             if isinstance(x, torch.Tensor):
                 self.watch(x.untyped_storage())
@@ -127,6 +130,20 @@ def check_recipe(rank: int, world: int, group: Group) -> None:
     torch.testing.assert_close(loss.detach(), expected.detach())
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, atol=1e-5, rtol=1e-4)
+
+
+def check_embeddings(rank: int, world: int, group: Group) -> None:
+    """With ids as parts no rank has the whole embedding."""
+    model, ids = seeded(lambda: make("llama")), torch.arange(TOKENS)[None] % 300
+    spar.parallelize(model, group, inputs=["input_ids", "labels"], outputs="parts")
+    own = spar.SequenceLayout.even(TOKENS, group).shard(ids, 1)
+    with Live(set()) as live:
+        model(input_ids=own, labels=own)
+    assert live.embedded == TOKENS // world
+
+
+def test_no_embedding_is_whole_if_ids_are_parts(ranks: Ranks) -> None:
+    ranks(2, check_embeddings)
 
 
 def test_recipe_without_logits_is_one_process(ranks: Ranks) -> None:
