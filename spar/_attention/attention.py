@@ -15,12 +15,11 @@ from torch.compiler import is_dynamo_compiling
 from .._deprecated import outside_level
 from .._exchange.arguments import Arguments, ranks_of
 from .._group.group import Call, Group
-from .._group.log import log
-from .._group.registry import by_process_group, place_of
+from .._group.registry import by_process_group
 from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
-from .by_time import speeds_of, step_of
+from .choice import chosen_method, fastest_method
 from .grid_methods import GRIDS_LIKE, by_rows_and_columns, checked_float8, checked_grid, ulysses_gather
 from .key import key_of
 from .methods import Run, gather, hybrid, ring, ulysses
@@ -262,14 +261,6 @@ def attention(
         return _attend(request, groups)
 
 
-def chosen_method(queries: SequenceLayout, keys: SequenceLayout | None, heads: int) -> str:
-    """Return the method where the caller names none: "hybrid" for q, k and v of one hybrid layout."""
-    if queries.kind == "hybrid" and keys == queries:
-        return "hybrid"
-    exchanges_heads = heads >= place_of(queries.group).world and keys is not None
-    return "ulysses" if exchanges_heads and queries.kind != "balanced" else "gather"
-
-
 def exchanges_only(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -363,7 +354,7 @@ def _decided(
             _warn_of_dims(request.q.shape)
     if method is None and groups is None:
         chosen = chosen_method(request.queries, request.keys, problem.shapes.heads)
-        method = _fastest(problem, request) or chosen
+        method = fastest_method(problem, request) or chosen
     if method not in _METHODS and groups is None:
         names = ", ".join([f'"{name}"' for name in METHODS])
         raise call.error("method", repr(method), f"{names} or None")
@@ -401,25 +392,6 @@ def _warn_of_dims(shape: torch.Size) -> None:
             "else seq_dim=1, head_dim=2",
             stacklevel=outside_level(),
         )
-
-
-def _fastest(problem: Problem, request: Request) -> str | None:
-    """Return the method that takes the least time by the speeds that were measured; None: it is not known.
-
-    The ring sends no fewer bytes than gather. The work that masks leave is not known.
-    """
-    is_plain = problem.mask is None and not problem.uses_spans and request.attend is None
-    if problem.keys is None or problem.listed or not is_plain:
-        return None
-    speeds = speeds_of(problem, request)
-    if speeds is None:
-        return None
-    slices = {method: slices_of(method, problem, request) for method in ("ulysses", "gather")}
-    times = {method: step_of(speeds, method, problem, request, n) for method, n in slices.items()}
-    best = min(times, key=lambda method: times[method])
-    texts = [f"{method} {times[method] * 1e3:.3g} ms a step in {n} slices" for method, n in slices.items()]
-    log.info("%s: %s, by the measured speeds: %s", problem.where, best, ", ".join(texts))
-    return best
 
 
 def _layout_error(layout: object, q: object) -> TypeError:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..._attention.attention import METHODS, chosen_method
+from ..._attention.attention import METHODS
 from ..._attention.by_time import keys_of_queries, pairs_of
+from ..._attention.choice import chosen_method
 from ..._attention.grid import grid_of
 from ..._attention.grid_methods import SHAPES
 from ..._attention.ring import forward_exchanges
