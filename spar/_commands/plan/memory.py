@@ -100,7 +100,8 @@ def _attention(model: Model, layer: Layer, way: Way) -> int:
     item, width = layer.dtype.itemsize, model.width
     queries, own = tokens * model.heads * width * item, 2 * tokens * model.key_heads * width * item
     by_heads = way.method in ("ulysses", HYBRID)
-    keys = {"ulysses": way.held, "gather": own + way.held}.get(way.method, own)
+    # Ulysses holds more than a rank's own where ranks share key heads; alone, a rank exchanges none.
+    keys = {"ulysses": max(own, way.held), "gather": own + way.held}.get(way.method, own)
     normed = tokens * (model.heads + model.key_heads) * width * (4 + item) if model.normed else 0
     outputs = queries * (2 if by_heads else 1)  # before the exchange and behind it
     return queries + keys + outputs + 4 * tokens * model.heads + normed

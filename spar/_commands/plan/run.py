@@ -25,10 +25,10 @@ MOST_TOKENS = 2**26
 MOST_WINDOW = 2**31 - 1
 MOST_ITEMS = 2**50  # queries have: strides and bytes of all ranks are 64-bit ints
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-SUMMARY = "show what each method and layout costs for a model's attention, before anything runs"
 DEFAULTS = {"heads": 32, "width": 128, "layers": 1}
 OF_MODEL = ("heads", "key_heads", "width", "layers", "hidden")
+
+SUMMARY = "show what each method and layout costs for a model's attention, before anything runs"
 DESCRIPTION = """\
 Show what the ways to share a sequence cost: for each method of spar.attention and each layout the bytes that
 a rank sends, what it holds, and how evenly the work lies. It needs no process group and no GPU: the exchanges
@@ -120,7 +120,7 @@ def run(args: Namespace) -> int:
 
 
 def _model_of(args: Namespace) -> Model | None:
-    """Return the model of --model; set the sizes that it or nobody passed in the arguments."""
+    """Return the model of --model, and set its sizes in the arguments; without one set the defaults."""
     passed = [name for name in OF_MODEL if getattr(args, name) is not None]
     args.shards = args.ranks if args.shards is None else args.shards
     if args.model is not None:
