@@ -35,7 +35,7 @@ def pairs_of(keywords: Keywords, layout: Layout, world: int) -> list[int]:
 
 
 def is_real(group: Group | Place, request: Request) -> TypeGuard[Group]:
-    """Whether ranks exchange the values of a call, outside of compiled code."""
+    """Whether several ranks exchange the values of a call, outside of compiled code."""
     is_eager = not torch.compiler.is_compiling() and not is_fake(request.q)
     return isinstance(group, Group) and group.world > 1 and is_eager
 
