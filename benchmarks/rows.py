@@ -5,7 +5,7 @@
 
 Points in a cube, whose rows are sharded evenly: a row for each of a random index, and the 8 nearest of each
 point, in random order and along a Morton curve. "exchange" moves the distinct rows of others, packed before,
-and gloo the same; "gather of others" packs and moves them. Each time is that of the slowest rank, best of
+and gloo the same; "gather of others" reads them where they lie. Each time is that of the slowest rank, best of
 --turns, in ms, and behind it the CPU time. With --simulated 64 the plan of one of as many ranks is timed.
 """
 
@@ -113,10 +113,10 @@ def compare(name: str, index: Tensor, x: Tensor, layout: spar.SequenceLayout, tu
     steps: dict[str, Callable[[], Any]] = {
         "plan": lambda: layout.rows(index),
         "all_gather": lambda: layout.all_gather(x, 0),
+        "table": lambda: rows.table(x),
         "exchange": lambda: spar.all_to_all_single(packed, counts),
         "gloo": lambda: dist.all_to_all_single(received, packed, sizes, counts[rank]),
         "gather of others": lambda: others.gather(x),
-        "table": lambda: rows.table(x),
         "gather": lambda: rows.gather(x),
     }
     times = timed(steps, turns)
@@ -126,7 +126,7 @@ def compare(name: str, index: Tensor, x: Tensor, layout: spar.SequenceLayout, tu
     if rank == 0:
         share = int(most) / (layout.total * (world - 1) / world)
         print(f"{name}: {index.numel()} entries, {int(most)} rows received, {share:.1%} of all_gather's")
-        print("  ", ", ".join([f"{step} {wall:.1f} ({cpu:.1f})" for step, (wall, cpu) in times.items()]))
+        print("  ", ", ".join([f"{step} {wall:.2f} ({cpu:.2f})" for step, (wall, cpu) in times.items()]))
 
 
 def shards(layout: spar.SequenceLayout) -> list[tuple[int, int]]:
