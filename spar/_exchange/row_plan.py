@@ -48,6 +48,7 @@ class RowPlan:
         own, zeros: how many rows the table has of these.
         unused: how many own rows there are, if no entry is one of them, nor zeros; else 0.
         parts: the rows of each tensor that is received.
+        is_table: whether the index lists the whole table behind unused rows: nothing is to be selected.
         note: which plan it is, in words, as others may have rows of the same sizes.
     """
 
@@ -59,6 +60,7 @@ class RowPlan:
     zeros: int
     unused: int
     parts: tuple[int, ...]
+    is_table: bool = False
     note: str = ""
 
     @property
@@ -75,13 +77,6 @@ class RowPlan:
         """The places of all entries behind unused rows, in one dim."""
         entries = self.local.reshape(-1)
         return entries - self.unused if self.unused else entries
-
-    @functools.cached_property
-    def is_table(self) -> bool:
-        """Whether the index lists the whole table behind unused rows: nothing is to be selected."""
-        if self.local.shape != (self.rows - self.unused,):
-            return False
-        return torch.equal(self.entries, torch.arange(len(self.entries), device=self.local.device))
 
     def args(self, dim: int, world: int) -> tuple[Args, ...]:
         """Return the layouts of each tensor that is received."""
@@ -168,8 +163,9 @@ def _planned(
         local[wanted.is_other] = wanted.places + own
     if zeros:
         local[wanted.numbers < 0] = own + sum(parts)
-    unused = own if wanted.is_other.all() else 0
-    return RowPlan(local.reshape(shape), send, tuple(sizes), held, own, zeros, unused, parts)
+    unused, end = own if wanted.is_other.all() else 0, own + sum(parts) + zeros
+    is_table = shape == (end - unused,) and torch.equal(local, torch.arange(unused, end, device=local.device))
+    return RowPlan(local.reshape(shape), send, tuple(sizes), held, own, zeros, unused, parts, is_table)
 
 
 def _checked(call: Arguments, total: int, padding: bool) -> Tensor:
