@@ -5,8 +5,8 @@
 
 Points in a cube, whose rows are sharded evenly: a row for each of a random index, and the 8 nearest of each
 point, in random order and along a Morton curve. "exchange" moves the distinct rows of others, packed before,
-and gloo the same; "gather of others" reads them where they lie. Each time is that of the slowest rank, best of
---turns, in ms, and behind it the CPU time. With --simulated 64 the plan of one of as many ranks is timed.
+and gloo the same; "gather of others" reads them where they lie. Each time is that of the slowest rank, best
+of --turns, in ms, and behind it the CPU time. With --simulated 64 the plan of one of as many ranks is timed.
 """
 
 from __future__ import annotations
