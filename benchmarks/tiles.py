@@ -16,6 +16,7 @@ shorter sequences. There is no time for it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import statistics
 import tempfile
@@ -31,6 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM  # here, s
 import spar
 
 HEADS = 4
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def status(name: str) -> int:
@@ -59,6 +61,7 @@ def build(vocabulary: int, width: int, layers: int, tokens: int, tile: int | Non
 def step(model: LlamaForCausalLM, tokens: int) -> tuple[float, float]:
     """Return the seconds of a step, and its peak in bytes, the greatest of all ranks."""
     ids = torch.arange(tokens)[None] % model.config.vocab_size
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what other steps have freed
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = status("VmRSS"), time.perf_counter()
@@ -70,6 +73,7 @@ def step(model: LlamaForCausalLM, tokens: int) -> tuple[float, float]:
 
 def measure(rank: int, world: int, row: tuple[int, int, int], args: argparse.Namespace, folder: str) -> None:
     """Run the steps of a row; rank 0 saves the medians of both kinds, or nan."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # what is freed leaves no gaps that count
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world)
     tokens, vocabulary, width = row
     is_plain_run = tokens / world * vocabulary * 4 <= args.most * 2**30

@@ -108,9 +108,11 @@ class Later:
         self.is_used.append(True)
         call.view.report.add_tiled(f"{type(call.module).__name__} and the loss", call.module, "")
         of_loss = TiledSum(call.view, run, call.module, (arguments, target), {}, call.size)
+        place = call.view._place
         try:
             return of_loss.sum(inputs_of(arguments, target))
         except NotByToken:  # as of code that branches on the tokens
+            call.view._place = place
             return loss(self.compute(), target)
 
     def called(self, x: Tensor, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

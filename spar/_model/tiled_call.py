@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -84,6 +85,13 @@ class TiledCall:
         """Return args and kwargs with tensors as their inputs."""
         return changed(lambda x: tensors[self.places[id(x)]], self.arguments)
 
+    def with_weights(self, weights: list[Tensor]) -> AbstractContextManager[None]:
+        """Let the module have others in the place of its parameters."""
+        names = named_parameters(self.module).values()
+        named = {name: x for each, x in zip(names, weights, strict=True) for name in each}
+        found: AbstractContextManager[None] = _reparametrize_module(self.module, named)
+        return found
+
     def run_tile(self, tensors: list[Tensor], tile: TileParts, place: bytes | None) -> Any:
         """Run on what `tile` returned; call it outside of the view. place: as that of `View.on_tile`."""
         for x, part in zip(tensors, self.parts, strict=True):
@@ -97,7 +105,7 @@ class TiledCall:
 
     def checked(self, out: Any, tile: TileParts) -> Any:
         """Return what a run returned, if it is of the tile's tokens."""
-        if not is_plain(out):
+        if not (is_plain(out) and tensors_in(out)):
             raise NotByToken(f"returns a {type(out).__name__}")
         for x in tensors_in(out):
             if (part := part_of(x)) is None or part.parts is not tile:
@@ -146,14 +154,13 @@ class TiledCall:
         self, tensors: Sequence[Tensor], needs: Sequence[bool], place: bytes | None, of_tile: OfTile
     ) -> Gradients:
         """Run each tile, and return the gradients of inputs and parameters."""
-        count, names = len(self.parts), named_parameters(self.module).values()
+        count = len(self.parts)
         sums = Gradients(tensors, needs, self.parts)
         weights = [
             x.detach().requires_grad_(needed)
             for x, needed in zip(tensors[count:], needs[count:], strict=True)
         ]
-        named = {name: x for each, x in zip(names, weights, strict=True) for name in each}
-        with _reparametrize_module(self.module, named):
+        with self.with_weights(weights):
             for start, size in self.ranges():
                 own = [
                     x.detach().requires_grad_(needed)
@@ -164,6 +171,7 @@ class TiledCall:
                 place = self.view._place if place is None else place
                 pairs = of_tile(results, start, size)
                 wanted = [x for x in (*own, *weights) if x.requires_grad]
+                check_reads(results, wanted)
                 if pairs:
                     outputs, of_outputs = zip(*pairs, strict=True)
                     found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True)
@@ -255,6 +263,20 @@ class _Autocast:
     def __exit__(self, *error: Any) -> None:
         for entered in self._entered:
             entered.__exit__(*error)
+
+
+def check_reads(results: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Raise if results depend on other tensors that receive gradients than those that are known."""
+    ids, seen = set(map(id, known)), set()
+    nodes: list[Any] = [x.grad_fn for x in results if x.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", known[0])) not in ids:
+            raise NotByToken("reads a weight or an activation that is neither its own nor an argument")
+        nodes += [before for before, _ in node.next_functions if before is not None]
 
 
 def in_dtypes(gradients: Sequence[Tensor | None], kinds: Sequence[torch.dtype]) -> list[Tensor | None]:

@@ -25,7 +25,7 @@ from .library import Library, RunModule
 from .nested import tensors_in
 from .part import Part, part_of, whole_numel
 from .tile_parts import NotByToken
-from .tiled_call import TiledCall, inputs_of, is_plain
+from .tiled_call import TiledCall, check_reads, inputs_of, is_plain, named_parameters
 from .view import View, without_view
 
 _LEAST_SAVED = 0.5  # of the bytes of the results
@@ -120,17 +120,18 @@ class TiledModule:
     def _may_tile(self, view: View, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether this call is one for tiles, unless what a first run shows says otherwise."""
         known = self.verdicts.get(module.training)
+        if known is None and torch.is_inference_mode_enabled():  # nothing is saved
+            return False
         if known is not None and known.reason is not None and not known.grows:
             return False
         inputs = inputs_of(args, kwargs)
         parts = [part for x in inputs if (part := part_of(x)) is not None]
         if not parts or not all(_is_like(part, parts[0]) for part in parts):
             return False
-        if (
-            parts[0].parts is not view.parts
-            or max(parts[0].sizes) <= self.size
-            or not is_plain((args, kwargs))
-        ):
+        first = parts[0]
+        if first.parts is not view.parts or not is_plain((args, kwargs)):
+            return False
+        if first.held <= self.size and max(first.sizes) <= self.size:
             return False
         if maybe_current_level() is not None or any(type(x) not in PLAIN_TYPES for x in inputs):
             return False
@@ -165,12 +166,16 @@ def _verdict(call: TiledCall, inputs: list[Tensor]) -> _Verdict:
         x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
         for x in call.tile(inputs, start, size)
     ]
-    saved = _Saved(own, [*call.module.parameters()])
+    weights = [x.detach().requires_grad_(x.requires_grad) for x in named_parameters(call.module)]
+    saved = _Saved(own, weights)
     view.recording, generators = False, states(view.parts.device)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x)
     try:
-        with restored(view.parts.device), _attributes_kept(call.module), torch.enable_grad(), hooks:
-            results = tensors_in(call.run_tile(own, call.parts_of(size), None))
+        device, module = view.parts.device, call.module
+        with restored(device), _attributes_kept(module), call.with_weights(weights):
+            with torch.enable_grad(), hooks:
+                results = tensors_in(call.run_tile(own, call.parts_of(size), None))
+            check_reads(results, [*own, *weights])
             if draws_since(generators, view.parts.device):
                 return _Verdict("draws random numbers")
     except NotByToken as error:

@@ -174,7 +174,9 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
         inner: dict[str, nn.Module] = {
+            "borrows": Borrows(self.scale),
             "fits": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
             "counts": Counts(),
             "keeps": Keeps(),
@@ -198,6 +200,17 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(x).sigmoid() * self.up(x))
         return out
+
+
+class Borrows(Mlp):
+    """Reads a parameter of another module."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scales = [scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scales[0]
 
 
 class Counts(Mlp):
@@ -274,6 +287,7 @@ def check_modules(rank: int, world: int, group: Group) -> None:
     assert sorted(each.module for each in report.tiled) == ["Scaled", "Sequential"], report
     reasons = {each.module: each.reason.split(" at ")[0] for each in report.untiled}
     assert reasons == {
+        "Borrows": "reads a weight or an activation that is neither its own nor an argument",
         "Counts": "changes an argument, parameter or buffer in place",
         "Keeps": "changes its attribute kept",
         "ByLength": "mixes tokens",
