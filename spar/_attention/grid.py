@@ -148,7 +148,8 @@ def tokens_of(
     rows: list[list[Piece]] = [[] for _ in range(grid.rows)]
     for (row, _), runs in zip(places, queries, strict=True):
         rows[row] += runs
-    of_receivers = [sorted(rows[row]) for row, _ in places]
+    rows = [sorted(runs) for runs in rows]
+    of_receivers = [rows[row] for row, _ in places]
     if spans is not None:
         needed = by_spans(spans, of_receivers, keys)
     elif listed:

@@ -106,10 +106,12 @@ def by_documents(
 
 def by_spans(spans: Spans, queries: Sequence[Sequence[Piece]], keys: Sequence[Sequence[Piece]]) -> Needed:
     """Need the keys to which spans let some query of a rank attend."""
-    holders = Holders(keys)
+    holders, of_runs = Holders(keys), {id(runs): runs for runs in queries}
+    # Once for ranks that have one list of queries.
+    needed = {key: tiles.needed_keys(spans, runs) for key, runs in of_runs.items()}
     sent: dict[tuple[int, int], list[Placed]] = {}
     for receiver, runs in enumerate(queries):
-        for first, end in tiles.needed_keys(spans, runs):
+        for first, end in needed[id(runs)]:
             for owner, at, part in holders.parts(first, end - first):
                 if owner != receiver:
                     sent.setdefault((owner, receiver), []).append((at, part))

@@ -368,7 +368,7 @@ def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recommended_call_names_what_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--ranks", "4", "--tokens", "4000", "--window", "100", "--no-causal", "--ulysses", "4"]
+    arguments = ["--ranks", "2", "--tokens", "4000", "--window", "100", "--no-causal", "--ulysses", "2"]
     assert main(["plan", *arguments]) == 0
     text = capsys.readouterr().out
     assert 'SequenceLayout.even(4000), window=(99, 99), method="gather")' in text and "hybrid" not in text
