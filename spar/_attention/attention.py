@@ -19,7 +19,7 @@ from .._group.registry import by_process_group
 from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
-from .choice import chosen_method, fastest_method
+from .choice import PASSED, Choice, choose, noted
 from .grid_methods import GRIDS_LIKE, by_rows_and_columns, checked_float8, checked_grid, ulysses_gather
 from .key import key_of
 from .methods import Run, gather, hybrid, ring, ulysses
@@ -57,11 +57,13 @@ class Attention(NamedTuple):
         run: attends.
         mask: the shape of the mask with four dims; None: there is none.
         exchanges: as of Call, how many of this rank its peers wait for if it fails.
+        choice: the method, and why.
     """
 
     run: Run
     mask: tuple[int, ...] | None
     exchanges: int
+    choice: Choice
 
 
 # Arguments of scaled_dot_product_attention and of exchanges, and what replaces them.
@@ -318,6 +320,8 @@ def _attend(request: Request, groups: tuple[Any, Any] | None = None) -> Any:
             if isinstance(group, Group) and key is not None:
                 group.exchanges[key] = found
         call.exchanges = found.exchanges
+        if not torch.compiler.is_compiling() and (note := noted.get()) is not None:
+            note(found.choice)
         if dtype is not None:
             request = _cast(request, dtype)
         if found.mask is not None:
@@ -341,7 +345,7 @@ def _decided(
     call: Arguments, request: Request, dtype: torch.dtype | None, groups: tuple[Any, Any] | None
 ) -> Attention:
     """Check a request but for the layouts, and decide how the ranks share it; dtype: as of `key_of`."""
-    hashes, method = hashes_of(request), request.method
+    hashes, method, reason = hashes_of(request), request.method, PASSED
     if dtype is not None:
         request = _cast(request, dtype)
         call.input = request.q
@@ -353,8 +357,7 @@ def _decided(
         if sizes[0] > 1 and len(set(sizes)) == 1:
             _warn_of_dims(request.q.shape)
     if method is None and groups is None:
-        chosen = chosen_method(request.queries, request.keys, problem.shapes.heads)
-        method = fastest_method(problem, request) or chosen
+        method, reason = choose(problem, request)
     if method not in _METHODS and groups is None:
         names = ", ".join([f'"{name}"' for name in METHODS])
         raise call.error("method", repr(method), f"{names} or None")
@@ -373,12 +376,13 @@ def _decided(
         )
         raise call.error("mask", "a tensor that requires a gradient", expected)
     if groups is not None:
-        return Attention(hybrid(problem, *groups), problem.mask, _until_next(2))
+        choice = Choice("hybrid", 1, "the layout is hybrid")
+        return Attention(hybrid(problem, *groups), problem.mask, _until_next(2), choice)
     decide, count = _METHODS[str(method)]
     slices = slices_of(str(method), problem, request)
     exchanges = 0 if problem.keys is None else _until_next(slices * count(call.world))
     run = decide(problem) if slices == 1 else in_slices(str(method), problem, slices)
-    return Attention(run, problem.mask, exchanges)
+    return Attention(run, problem.mask, exchanges, Choice(str(method), slices, reason))
 
 
 def _warn_of_dims(shape: torch.Size) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .._attention.attention import METHODS
+from .._attention.choice import noting
 from .._attention.spans import Spans
 from .._control.mismatch import add_advice
 from .._exchange.arguments import ranks_of
@@ -360,7 +361,7 @@ class _ModelForward(_Forward):
                     number_parameters(sharded.model)
                 sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
                 view.spans_read = SpansRead()
-                with intercepted(view), view.forward(args, kwargs):
+                with intercepted(view), view.forward(args, kwargs), noting(view.note_attention):
                     output = self._in_view(backend, args, kwargs)
                     check_read(view, sharded.model, self._named(args, kwargs))
                     output = view.output(output)

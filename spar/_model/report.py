@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._attention.choice import PASSED, Choice
 from .part import whole_numel, whole_shape
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -59,6 +60,19 @@ class Tiled(NamedTuple):
         return f"{self.module} x{self.modules}" + (f": {self.reason}" if self.reason else "")
 
 
+class Attended(NamedTuple):
+    """How ranks shared attentions that the forward computed alike, and why."""
+
+    method: str
+    slices: int
+    reason: str
+    calls: int
+
+    def __str__(self) -> str:
+        slices = f" in {self.slices} slices of heads" if self.slices > 1 else ""
+        return f"{self.method}{slices} x{self.calls}: {self.reason}"
+
+
 class Report:
     """Of the first forward.
 
@@ -66,6 +80,7 @@ class Report:
         share: the multiply-adds of this rank inside blocks, as a share of one process's; nan if none ran, as
             before the first forward.
         functions: those that ran whole on each rank, with the line of the model that called each.
+        attention: the methods by which ranks shared attention, and why.
         eager: blocks that torch.compile was to compile in a later forward, and why they run eagerly.
         why_by_block: why a model that torch.compile was to compile is not one graph, but compiled by block.
         tiled: modules that run by tiles, of these and later forwards.
@@ -74,6 +89,7 @@ class Report:
 
     def __init__(self) -> None:
         self._whole: Counter[tuple[str, str, bool]] = Counter()
+        self._attention: Counter[Choice] = Counter()
         self._eager: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # blocks, by their identity
         self._tiled: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # modules, by their identity
         self.runs_again = False  # whether code runs on a further tile
@@ -86,6 +102,10 @@ class Report:
     @property
     def functions(self) -> list[RanWhole]:
         return [RanWhole(*key, count) for key, count in self._whole.items()]
+
+    @property
+    def attention(self) -> list[Attended]:
+        return [Attended(*choice, calls) for choice, calls in self._attention.items()]
 
     @property
     def eager(self) -> list[RanEagerly]:
@@ -116,6 +136,11 @@ class Report:
     def ran_whole(self, name: str, in_block: bool) -> None:
         self._whole[name, place_of_caller(), in_block] += 1
 
+    def add_attention(self, choice: Choice, method: str | None) -> None:
+        """method: as the caller of `parallelize` passed it; where it is None a rule of the view may have."""
+        by_rule = choice.reason == PASSED and method is None
+        self._attention[choice._replace(reason="few keys move") if by_rule else choice] += 1
+
     def add_eager(self, block: torch.nn.Module, reason: str) -> None:
         self._eager[type(block).__name__, reason].add(id(block))
 
@@ -143,6 +168,7 @@ class Report:
         lines = [f"this rank {shares}"]
         if self._convolved_whole and self.share > 0.9:
             lines.append('  for rows of images or videos, pass blocks=[""] to spar.parallelize')
+        lines += [f"  attention by {each}" for each in self.attention]
         lines += [f"  compiled by block, not as one graph: {each}" for each in self.why_by_block]
         lines += [f"  eager, not compiled: {each}" for each in self.eager]
         lines += [f"  by tiles: {each}" for each in self.tiled]

@@ -117,6 +117,8 @@ def check_decoders(rank: int, world: int, group: Group) -> None:
                 assert report.share < 1.6 / world
                 assert not [each for each in report.functions if each.in_block]
                 assert "multiply-adds" in str(report)
+                assert [each.reason for each in report.attention] == [f"4 heads for {world} ranks"]
+                assert f"  attention by ulysses x{len(model.layers)}: 4 heads" in str(report)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
