@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/tiles.py
 
 It starts its own ranks, on CPUs over shm. A peak is that of the process's resident memory in a forward and
-a backward over that before it, of the rank that needs most: activations, exchanges and what torch's kernels
-allocate, without parameters, their gradients and an optimizer. A figure is the median of --steps steps, in
+a backward over that before it, of the rank that needs most: activations and what torch's kernels allocate,
+without parameters, their gradients, an optimizer, and buffers of exchanges, which are kept between steps. A
+time is a rank's time on its core, the greatest of all ranks. A figure is the median of --steps steps, in
 which those with and without tiles take turns.
 
 Where the logits of a plain step would take more than --most GiB on a rank, its peak is not measured but
@@ -59,14 +60,14 @@ def build(vocabulary: int, width: int, layers: int, tokens: int, tile: int | Non
 
 
 def step(model: LlamaForCausalLM, tokens: int) -> tuple[float, float]:
-    """Return the seconds of a step, and its peak in bytes, the greatest of all ranks."""
+    """Return the seconds of a step on a core, and its peak in bytes, the greatest of all ranks."""
     ids = torch.arange(tokens)[None] % model.config.vocab_size
     ctypes.CDLL(None).malloc_trim(0)  # gives back what other steps have freed
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, start = status("VmRSS"), time.perf_counter()
+    before, start = status("VmRSS"), time.process_time()
     model(input_ids=ids, labels=ids).loss.backward()
-    found = torch.tensor([time.perf_counter() - start, status("VmHWM") - before], dtype=torch.float64)
+    found = torch.tensor([time.process_time() - start, status("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found[0].item(), found[1].item()
 
@@ -87,8 +88,7 @@ def measure(rank: int, world: int, row: tuple[int, int, int], args: argparse.Nam
             found[name].append(step(model, tokens))
     if not is_plain_run:
         model, (short, long) = build(vocabulary, width, args.layers, tokens, None), (768, 1536)
-        step(model, short)
-        peaks = [step(model, each)[1] for each in (short, long)]
+        peaks = [[step(model, each)[1] for _ in range(2)][1] for each in (short, long)]
         slope = (peaks[1] - peaks[0]) / (long - short)
         found["plain"] = [(float("nan"), peaks[1] + slope * (tokens - long))]
     if rank == 0:

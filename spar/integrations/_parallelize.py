@@ -63,9 +63,10 @@ def parallelize(
             outermost ModuleList or Sequential that has attention in it; of each ModuleList if none has.
         tile: the tokens of a tile, of each sequence of the batch. Modules that compute each token alone, such
             as MLPs, experts and norms, then run on tiles of this rank's tokens, and backward runs each tile
-            again: what they compute inside is never whole. Values are the same; weights' gradients are sums
-            over tiles, in float32 where weights have 16 bits, and cannot be differentiated again. Which
-            modules do is decided where each first runs; the report has them. The model is not compiled.
+            again: what they compute inside is never whole. So does the model's head with a cross entropy, in
+            a step with gradients: the logits among the outputs are then None. Results are the same; weights'
+            gradients are sums over tiles, in float32 where weights have 16 bits, and cannot be differentiated
+            again. The report lists the modules. The model is not compiled.
         strict: whether a function inside blocks that would run whole raises.
 
     Returns:
