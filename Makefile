@@ -123,7 +123,10 @@ test-models: build .venv/.test .venv/.models
 
 # The versions that each trainer asks for precede those of .venv on the path of its tests: tests/trainers/NAME.txt.
 TRAINERS := $(patsubst tests/trainers/%.txt,build/trainers/%,$(wildcard tests/trainers/*.txt))
-test-trainers: build .venv/.test .venv/.models $(TRAINERS)
+.PHONY: trainers
+trainers: $(TRAINERS)
+
+test-trainers: build .venv/.test .venv/.models trainers
 	@$(BIN)/pytest -n $(WORKERS) tests/trainers $(ARGS)
 
 $(TRAINERS): build/trainers/%: tests/trainers/%.txt | .venv/.models
