@@ -36,8 +36,8 @@ noted: ContextVar[Callable[[Choice], None] | None] = ContextVar("noted", default
 
 
 @contextmanager
-def noting(note: Callable[[Choice], None]) -> Iterator[None]:
-    """Call a function with the choice of each attention in this context."""
+def noting(note: Callable[[Choice], None] | None) -> Iterator[None]:
+    """Call a function, if there is one, with the choice of each attention in this context."""
     token = noted.set(note)
     try:
         yield

@@ -205,6 +205,7 @@ class Exchange:
         outs: Tensors | None = None,
         traced: bool | None = None,
         queued: bool = False,
+        listed: Listed = None,
     ) -> Tensors:
         """Exchange the tensors; nothing is recorded.
 
@@ -215,6 +216,7 @@ class Exchange:
             outs: plain contiguous tensors to write the outputs to.
             traced: the result of `is_any_traced`, if the caller has it.
             queued: it is the turn of a call in flight.
+            listed: for each tensor the rows of it that are exchanged, or None: all; for channels that list.
 
         Returns:
             `outs`, or new tensors; views of the inputs where a selection is one.
@@ -234,16 +236,7 @@ class Exchange:
             return list(map(self._select, inputs, self.args))
         if self.kind == SUM:
             inputs = [x.unsqueeze(0) for x in inputs]
-        return self._run_plain(inputs, forward, outs, queued)
-
-    def _run_plain(
-        self, inputs: Tensors, forward: Number, outs: Tensors | None, queued: bool, listed: Listed = None
-    ) -> Tensors:
-        """Run it for tensors that no tracer sees, several ranks, and no selection.
-
-        listed: for each tensor the rows of it that are exchanged, or None: all; for channels that list.
-        """
-        group, first = self.group, inputs[0]
+        first = inputs[0]
         group = group if isinstance(group, Group) else group_at(group.handle)
         dtype, device = first.dtype, "cpu" if first.is_cpu else _type_of(first.device)
         if device == "meta":  # shape inference exchanges nothing, but counts as a call, as on the peers

@@ -210,6 +210,7 @@ class RowExchange(Exchange):
         outs: Tensors | None = None,
         traced: bool | None = None,
         queued: bool = False,
+        listed: Listed = None,  # what it exchanges is listed by its maps
     ) -> Tensors:
         if traced is None:
             traced = is_any_traced(inputs)
@@ -279,7 +280,7 @@ class RowExchange(Exchange):
         if not reads or not all(x.is_contiguous() for x in inputs):
             return self._exchange(maps.sent(inputs, self._allocate), forward, targets, queued)
         sent = inputs if maps.selects else [x for x in inputs for _ in range(2)]
-        return self._run_plain(sent, forward, targets, queued, maps.listed)
+        return super().run(sent, forward, targets, False, queued, maps.listed)
 
     def _add(self, inputs: Tensors, forward: Number, queued: bool) -> list[Tensor]:
         maps = self.maps

@@ -73,14 +73,16 @@ def set_up(group: GroupState, op: str, device: torch.device, deadline: float) ->
 
 def _exchange_peer_info(group: GroupState, op: str, device: torch.device, deadline: float) -> bytes:
     """Return what each rank can offer, by which all choose alike."""
-    data = os.urandom(8) + speeds.read(device.type).pack() + _C.peer_info(_host_id())
+    own = _C.peer_info(_host_id())
+    # Its place is that of other versions, whose ranks are then named.
+    data = os.urandom(8) + own + speeds.read(device.type).pack()
     rows = all_gather(group, data, "peer info", op, device, deadline)
-    peer_info = b"".join([row[8 + speeds.BYTES :] for row in rows])
-    group.measured[device.type] = speeds.unpack(rows[0][8 : 8 + speeds.BYTES])
+    peer_info = b"".join([row[8 : 8 + len(own)] for row in rows])
     group.shares_host = not any(first for first, _ in _C.hosts(peer_info))
     group.hosts = _hosts(peer_info)
     group.token = hashlib.blake2b(b"".join([row[:8] for row in rows]), digest_size=8).hexdigest()
     _choose(group, peer_info, device, ())
+    group.measured[device.type] = speeds.unpack(rows[0][8 + len(own) :])
     _read_settings(group, peer_info)
     return peer_info
 

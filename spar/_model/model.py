@@ -361,7 +361,8 @@ class _ModelForward(_Forward):
                     number_parameters(sharded.model)
                 sharded.agreement.begin(compared(self._named(args, kwargs)), view.parts.device)
                 view.spans_read = SpansRead()
-                with intercepted(view), view.forward(args, kwargs), noting(view.note_attention):
+                note = functools.partial(view.report.add_attention, view.parts.method)
+                with intercepted(view), view.forward(args, kwargs), noting(note if view.recording else None):
                     output = self._in_view(backend, args, kwargs)
                     check_read(view, sharded.model, self._named(args, kwargs))
                     output = view.output(output)

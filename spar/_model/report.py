@@ -136,7 +136,7 @@ class Report:
     def ran_whole(self, name: str, in_block: bool) -> None:
         self._whole[name, place_of_caller(), in_block] += 1
 
-    def add_attention(self, choice: Choice, method: str | None) -> None:
+    def add_attention(self, method: str | None, choice: Choice) -> None:
         """method: as the caller of `parallelize` passed it; where it is None a rule of the view may have."""
         by_rule = choice.reason == PASSED and method is None
         self._attention[choice._replace(reason="few keys move") if by_rule else choice] += 1

@@ -13,7 +13,6 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from .._attention.choice import Choice
 from .._C import Mode, mark_results, replaced
 from .._transports.dtypes import PLAIN_TYPES
 from . import keys, subclasses  # noqa: F401 - keys tells the C code what to use
@@ -130,10 +129,6 @@ class View(Mode, TorchFunctionMode):
             self._watch()
             if place is not None:
                 self._place = place
-
-    def note_attention(self, choice: Choice) -> None:
-        if self.recording:
-            self.report.add_attention(choice, self.parts.method)
 
     def shard(self, x: Tensor, part: Part) -> Tensor:
         """Return the part of a whole tensor, that blocks receive in its place."""

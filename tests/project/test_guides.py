@@ -44,7 +44,7 @@ Names = dict[str, Any]
 COMPILED_ONLY = {
     ("README.md", 1): "ends the process group: test_examples_run",
     ("attention.md", 1): "ends the process group: test_examples_run",
-    ("attention.md", 5): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
+    ("attention.md", 7): "needs a GPU and FlashAttention 3: tests/attention/test_attention_flash_impl.py",
     ("does-it-fit.md", 0): "a model of transformers: tests/models/test_plan_memory.py",
     ("dataloading.md", 0): "a model of transformers: tests/models/test_evaluation.py trains by this recipe",
     ("diffusers.md", 0): "a pipeline of diffusers: tests/models/test_evaluation.py runs this block",
@@ -285,6 +285,7 @@ GIVEN: dict[str, Callable[[dist.ProcessGroup], Names]] = {
     "README.md": of_readme,
     "any-model.md": of_any_model,
     "evaluation.md": of_evaluation,
+    "memory.md": lambda group: encoder() | {"cp": group},
     "meshes.md": of_meshes,
     "profiling.md": of_debugging,
     "ops.md": of_ops,

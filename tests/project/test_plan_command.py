@@ -285,7 +285,7 @@ def test_plans_of_many_ranks_are_those_of_some() -> None:
 
 
 def way(method: str, step: int, work: float, held: int = 0) -> Way:
-    return Way(method, "even", step=step, work=work, held=held)
+    return Way(method, "even", step=step, waited=step, work=work, held=held)
 
 
 def test_recommended_sends_the_fewest_bytes_of_the_even_ways() -> None:

@@ -39,6 +39,7 @@ class Way:
         rank: the one that sends the most in a step.
         forward, backward: bytes that this rank sends in one layer.
         step: bytes that it sends in forward and backward of all layers.
+        waited: bytes in a step of the ranks that send the most in forward and in backward, which may be two.
         held: bytes of K and V that exchanges brought, held at once in forward, on the rank with the most.
         held_rank: that rank.
         tokens: of the rank with the most.
@@ -58,6 +59,7 @@ class Way:
     forward: int = 0
     backward: int = 0
     step: int = 0
+    waited: int = 0
     held: int = 0
     held_rank: int = 0
     tokens: int = 0
@@ -91,8 +93,7 @@ def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None)
     except ValueError as error:
         return Way(method, kind, default, refused=_reason(error))
     sends, most = _largest([one.forward + one.backward for one in traffic])
-    # Forward and backward wait for the ranks that send the most in each, which may be two.
-    in_turn = max([one.forward for one in traffic]) + max([one.backward for one in traffic])
+    waited = max([one.forward for one in traffic]) + max([one.backward for one in traffic])
     holds, held = _largest([one.held for one in traffic])
     tokens_rank, tokens = _largest(layout.sizes)
     pairs = work_of(layer, method, layout)
@@ -105,6 +106,7 @@ def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None)
         forward=traffic[sends].forward,
         backward=traffic[sends].backward,
         step=layer.layers * most,
+        waited=layer.layers * waited,
         held=held,
         held_rank=ranks[holds],
         tokens=tokens,
@@ -112,7 +114,7 @@ def evaluate(layer: Layer, method: str, kind: str, speeds: Speeds | None = None)
         activations=layer.layers * layer.batch * tokens * layer.hidden * layer.dtype.itemsize,
         work=work * len(pairs) / max(sum(pairs), 1),
         work_rank=busiest,
-        seconds=_seconds(layer, method, kind, speeds, work, in_turn) if speeds else 0.0,
+        seconds=_seconds(layer, method, kind, speeds, work, waited) if speeds else 0.0,
         notes=tuple(_notes(layer, method, kind)),
     )
 
@@ -161,7 +163,7 @@ def _work_in_grid(
 ) -> list[int]:
     """Return the work of each rank in a grid; first, end: [S, intervals], those of keys of each query."""
     is_causal_alone = layer.causal and layer.window is None and not layer.documents
-    grid = grid_of(_shape(layer, method), numbers, is_causal_alone)
+    grid = grid_of(shape_of(layer, method), numbers, is_causal_alone)
     places = [grid.place(rank) for rank in range(layer.ranks)]
     queries = torch.empty(layer.tokens, dtype=torch.int64, device="cpu")
     columns = torch.empty_like(queries)
@@ -184,7 +186,7 @@ def _work_in_grid(
     return [layer.heads * of_columns[column][row] for row, column in places]
 
 
-def _shape(layer: Layer, method: str) -> tuple[int, int]:
+def shape_of(layer: Layer, method: str) -> tuple[int, int]:
     """Return the rows and columns that `spar.attention` chooses."""
     return SHAPES[method](layer.heads, layer.key_heads, layer.ranks)
 
@@ -198,7 +200,7 @@ def _notes(layer: Layer, method: str, kind: str) -> Iterator[str]:
         yield f"{kind} layouts have no documents: pass mask=spar.Spans.documents(ids)"
     ranks = {"ulysses": layer.ranks, HYBRID: layer.ulysses}.get(method)
     if method in SHAPES:
-        rows, columns = _shape(layer, method)
+        rows, columns = shape_of(layer, method)
         yield f"{method}: grid=({rows}, {columns}), rows x columns of ranks"
         ranks = columns if method == "ulysses_gather" else None
     if ranks is None:
@@ -229,10 +231,10 @@ def recommended(ways: Sequence[Way]) -> tuple[Way, str]:
         return best, f"{time}, in which it sends {size_text(best.step)}."
     most = min([way.work for way in possible]) + TOLERANCE
     even = [way for way in possible if way.work <= most]
-    best = min(even, key=lambda way: (way.step, way.held))
+    best = min(even, key=lambda way: (way.waited, way.held))
     limit = f"whose busiest rank computes at most {most:.2f} times the mean"
     if len(even) == 1:
         return best, f"It is the only way {limit}."
-    alone = [way.step for way in even].count(best.step) == 1
+    alone = [way.waited for way in even].count(best.waited) == 1
     sends = "it sends the fewest bytes" if alone else "none sends fewer bytes"
-    return best, f"Of the {len(even)} ways {limit}, {sends}: {size_text(best.step)} in a step."
+    return best, f"Of the {len(even)} ways {limit}, {sends}: {size_text(best.waited)} in a step."
