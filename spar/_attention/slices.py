@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._exchange.exchange import Exchange
+from .._exchange.exchange import Exchange, Tensors
 from .._exchange.layouts import by_sizes, pair
 from .._exchange.work import Work, start
 from .._group.group import Group
@@ -31,6 +31,8 @@ from .request import Request
 MOST = 4
 # Bytes of a slice that a rank receives at least in forward, where no speeds were measured.
 LEAST = WORTH_A_CALL
+# Bytes of the smallest vector register.
+REGISTER = 16
 
 
 def slices_of(method: str, problem: Problem, request: Request) -> int:
@@ -66,7 +68,8 @@ def _are_apart(problem: Problem, request: Request) -> bool:
     """Whether the result of a head has the same bits, whatever other heads are computed with it.
 
     Elements of blocks that are merged have not: those that fill a vector register are computed otherwise than
-    the last ones. Nor have random numbers, what a caller's function computes, and blocks of "blockwise".
+    the last ones. Nor have heads whose rows do not begin at multiples of a register, random numbers, what a
+    caller's function computes, and blocks of "blockwise".
     """
     if request.attend is not None or problem.dropout_p or problem.returns_lse or problem.uses_spans:
         return False
@@ -75,6 +78,8 @@ def _are_apart(problem: Problem, request: Request) -> bool:
     if problem.mask is not None and request.mask.requires_grad:
         return False
     q, _, v = permuted(problem, *request[:3])
+    if q.size(3) * q.element_size() % REGISTER:
+        return False
     return not reason_against("flash", q, v, Needs(problem.mask is not None, problem.softcap > 0))
 
 
@@ -99,7 +104,7 @@ def _ulysses(problem: Problem, slices: int) -> Run:
     def attend(request: Request) -> Outs:
         counted = zip(request[:3], (heads, keys, keys), strict=True)
         cut = [x.unflatten(head, (world, -1)).split(counts, head + 1) for x, counts in counted]
-        coming = [start(scatter, tensors) for tensors in zip(*cut, strict=True)]
+        coming = _started(scatter, list(zip(*cut, strict=True)))
         going = []
         for first, count, compute in zip(firsts, heads, computes, strict=True):
             tensors = [x.flatten(head, head + 1) for x in _complete(*coming.pop(0))]
@@ -119,7 +124,7 @@ def _gather(problem: Problem, slices: int) -> Run:
     def attend(request: Request) -> Outs:
         queries = request.q.split(heads, head)
         cut = zip(request.k.split(keys, head), request.v.split(keys, head), strict=True)
-        coming = [start(exchange, tensors) for tensors in cut]
+        coming = _started(exchange, list(cut))
         parts: list[Tensor] = []
         for q in queries:
             k, v = _complete(*coming.pop(0))
@@ -129,8 +134,18 @@ def _gather(problem: Problem, slices: int) -> Run:
     return _reported(problem, slices, attend)
 
 
+def _started(exchange: Exchange, slices: Sequence[Tensors]) -> list[tuple[Tensors, Work]]:
+    """Start the exchange of each slice, once the first one is over.
+
+    In that all ranks see that a rank failed before it decided how many slices there are, and make no more.
+    """
+    outputs, work = start(exchange, slices[0])
+    work.wait()
+    return [(outputs, work), *[start(exchange, tensors) for tensors in slices[1:]]]
+
+
 def _reported(problem: Problem, exchanges: int, attend: Run) -> Run:
-    """Report what ends a call early once for each exchange: the peers start all before they see a failure."""
+    """Report what ends a call behind its first exchange once for each other one, all of which peers start."""
     group = problem.group
     assert isinstance(group, Group)
 
@@ -139,7 +154,8 @@ def _reported(problem: Problem, exchanges: int, attend: Run) -> Run:
         try:
             return attend(request)
         except Exception as error:
-            for _ in range(before + exchanges - group.count()):
+            made = group.count() - before
+            for _ in range(exchanges - made if made > 1 else 0):
                 group.fail("attention", request.q.device.type, error)
             raise
 
@@ -156,6 +172,6 @@ def _firsts(counts: Sequence[int], first: int) -> list[int]:
     return list(itertools.accumulate(counts[:-1], initial=first))
 
 
-def _complete(outputs: Sequence[Tensor], work: Work) -> Sequence[Tensor]:
+def _complete(outputs: Tensors, work: Work) -> Tensors:
     work.wait()
     return outputs

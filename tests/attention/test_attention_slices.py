@@ -19,10 +19,12 @@ Group = dist.ProcessGroup
 TOKENS, HEADS, KEY_HEADS, WIDTH = 61, 12, 6, 8
 
 
-def tensors(rank: int, layout: SequenceLayout, dtype: torch.dtype, order: tuple[int, ...]) -> list[Any]:
+def tensors(
+    rank: int, layout: SequenceLayout, dtype: torch.dtype, order: tuple[int, ...], width: int = WIDTH
+) -> list[Any]:
     """Return this rank's q, k and v, which require a gradient, and the gradient of the output."""
     draw = torch.Generator().manual_seed(0)
-    shapes = [(2, TOKENS, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    shapes = [(2, TOKENS, heads, width) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     whole = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
     own = [x[:, layout.index()].permute(order).contiguous() for x in whole]
     return [*(x.requires_grad_() for x in own[:3]), own[3]]
@@ -38,6 +40,7 @@ def options_of(name: str) -> dict[str, Any]:
         "window": {"window": (9, 0)},
         "sinks": {"sinks": torch.randn(HEADS, generator=draw)},
         "float64": {},
+        "width 5": {},
     }[name]
 
 
@@ -47,7 +50,7 @@ def both(rank: int, world: int, group: Group, method: str, kind: str, name: str)
     by_heads = name == "causal"
     order, dims = ((0, 2, 1, 3), {"seq_dim": 2, "head_dim": 1}) if by_heads else ((0, 1, 2, 3), {})
     dtype = getattr(torch, name, torch.float32)
-    q, k, v, upper = tensors(rank, layout, dtype, order)
+    q, k, v, upper = tensors(rank, layout, dtype, order, 5 if name == "width 5" else WIDTH)
     state, results, calls = group_of(group), [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slices, "_spans_hosts", lambda *_: True)
@@ -79,6 +82,7 @@ WHOLE = {
     ("ulysses", "window"): "even",
     ("ulysses", "sinks"): "even",
     ("ulysses", "float64"): "even",
+    ("ulysses", "width 5"): "even",
     ("gather", "causal"): "zigzag",
     ("gather", "mask"): "even",
 }
@@ -95,7 +99,7 @@ def test_slices_have_the_bits_of_one_exchange(ranks: Ranks, world: int) -> None:
 
 
 def fail_in_slice(rank: int, world: int, group: Group) -> str:
-    """A kernel fails on rank 1 in the second of three slices, whose peers have all exchanges in flight."""
+    """A kernel fails on rank 1 in the second of three slices, when all are in flight."""
     layout = SequenceLayout.even(TOKENS, group)
     q, k, v, _ = tensors(rank, layout, torch.float32, (0, 1, 2, 3))
     kernel, calls = local._kernel, []
@@ -112,6 +116,10 @@ def fail_in_slice(rank: int, world: int, group: Group) -> str:
         patch.setattr(local, "_kernel", failing)
         with pytest.raises(RuntimeError, match="no memory in slice 2") as caught:
             spar.attention(q, k, v, layout, method="ulysses")
+        # Nor do ranks lose count if one fails before it knows how many slices there are.
+        group_of(group).exchanges.clear()
+        with pytest.raises(ValueError if rank == 1 else spar.MismatchError, match="rank 1"):
+            spar.attention(q, k[..., :4] if rank == 1 else k, v, layout, method="ulysses")
     group_of(group).exchanges.clear()
     assert spar.all_gather(torch.tensor([rank]), group).tolist() == [0, 1]
     return type(caught.value).__name__
