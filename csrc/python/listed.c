@@ -41,16 +41,18 @@ int spar_py_list_rows(const spar_py_listed *listed, int64_t item_size, int ndim,
                       spar_rows *rows)
 {
     int64_t items = 1;
+    int has_gaps = 0;
     *rows = (spar_rows){0};
     if (!listed->is_listed)
         return 1;
     if (ndim < 1 || ndim > SPAR_MAX_DIMS || listed->end > numbers[0])
         return 0;
     for (int i = ndim - 1; i > 0; i--) {
-        if (items > 0 && numbers[i] > 1 && numbers[ndim + i] != items)
-            return 0;
+        has_gaps |= numbers[i] > 1 && numbers[ndim + i] != items;
         items *= numbers[i];
     }
+    if (has_gaps && items > 0 && listed->count > 0)
+        return 0;
     *rows = (spar_rows){listed->index, items * item_size, numbers[ndim] * item_size};
     numbers[0] = listed->count;
     numbers[ndim] = items;

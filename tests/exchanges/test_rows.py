@@ -99,6 +99,10 @@ def check_layouts(rank: int, world: int, group: Group) -> None:
     uneven = SequenceLayout.from_local(sizes[rank], group)
     for kind in KINDS:
         check_index(uneven, in_runs(sizes), kind, rank, world)
+    # A rank without rows passes them in any order of dims, too.
+    whole = cells((17, 4, 3), torch.float32)
+    x = owned(whole, in_runs(sizes), 0, rank).mT
+    assert_same(uneven.rows(torch.tensor([16])).gather(x), whole[16:].mT)
 
 
 @pytest.mark.one_transport
