@@ -103,7 +103,7 @@ def _path() -> Path | None:
 
 
 def _contents() -> dict[str, object]:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         path = _path()
         contents = json.loads(path.read_text()) if path is not None else {}
         return contents if isinstance(contents, dict) else {}

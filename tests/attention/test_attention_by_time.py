@@ -80,7 +80,13 @@ def test_file_of_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     write("cuda", Measured(near=KERNEL))
     both = Measured(WIRE, KERNEL)
     assert read("cpu") == unpack(both.pack()) == both and read("cuda") == Measured(near=KERNEL)
-    for text in ("", "[]", '{"cpu": 1}', '{"cpu": {"near": [1.0, 2.0], "far": [0.0, 1.0, 1.0]}}'):
+    for text in (
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"cpu": 1}',
+        '{"cpu": {"near": [1.0, 2.0], "far": [0.0, 1.0, 1.0]}}',
+    ):
         path.write_text(text)
         assert read("cpu") == Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
