@@ -390,8 +390,8 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", "--ranks", "1", "--tokens", "2048", *given[5:], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)["memory"]
     assert alone[1]["kept"] == checkpoints["kept"]
-    # In each layer gather holds all keys and values besides its own, and ulysses outputs once more.
-    assert plain["kept"] - alone[0]["kept"] == 2 * (4096 * 64 - 2048 * 64) * 2
+    # In each layer 2d holds the keys and values of both ranks, outputs once more, and two log-sum-exps more.
+    assert plain["kept"] - alone[0]["kept"] == 2 * (2 * 2048 * 64 * 2 + 2 * 4 * 2048 * 4)
     (longest,) = re.findall("tokens that fit +[0-9,]+ +([0-9,]+) ", text)
     tokens = longest.replace(",", "")
     for more, fits in ((0, "yes"), (2048, "no")):
@@ -400,7 +400,7 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert re.search(rf"fits in .* +\w+ +{fits} +yes", capsys.readouterr().out)
     assert main([*given, "--heads", "4"]) == 2
     assert "--heads is passed beside --model" in capsys.readouterr().err
-    for name, value in (("model_type", "gpt2"), ("vocab_size", "many")):
+    for name, value in (("model_type", "gpt2"), ("model_type", ["llama"]), ("vocab_size", "many")):
         (tmp_path / "other.json").write_text(json.dumps(config | {name: value}))
         assert main([*given[:-3], str(tmp_path / "other.json")]) == 2
         assert f"{value!r}; expected" in capsys.readouterr().err

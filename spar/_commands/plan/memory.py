@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..._attention.grid import fewest_bytes_2d
 from .config import Model
 from .layer import HYBRID, Layer
 from .ways import Way
@@ -99,9 +100,14 @@ def _attention(model: Model, layer: Layer, way: Way) -> int:
     tokens = layer.batch * way.tokens
     item, width = layer.dtype.itemsize, model.width
     queries, own = tokens * model.heads * width * item, 2 * tokens * model.key_heads * width * item
-    by_heads = way.method in ("ulysses", HYBRID)
     # Ulysses holds more than a rank's own where ranks share key heads; alone, a rank exchanges none.
-    keys = {"ulysses": max(own, way.held), "gather": own + way.held}.get(way.method, own)
+    more = max(own, way.held)
+    keys = {"gather": own + way.held, "ring": own, HYBRID: own}.get(way.method, more)
     normed = tokens * (model.heads + model.key_heads) * width * (4 + item) if model.normed else 0
-    outputs = queries * (2 if by_heads else 1)  # before the exchange and behind it
+    if way.method == "2d":
+        # A rank attends with all heads of its row's queries, and merges results of the row.
+        _, columns = fewest_bytes_2d(model.heads, model.key_heads, layer.ranks)
+        results = (2 * columns + 2) * queries + (2 * columns + 1) * 4 * tokens * model.heads
+        return results + keys + normed
+    outputs = queries * (1 if way.method in ("gather", "ring") else 2)  # before the exchange and behind it
     return queries + keys + outputs + 4 * tokens * model.heads + normed
