@@ -66,7 +66,7 @@ def read_model(name: str) -> Model:
     """
     config = _read(name)
     kind = config.get("model_type")
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise UsageError(f"--model {name} is of type {kind!r}; expected one of {', '.join(TYPES)}")
     heads = _size(name, config, "num_attention_heads")
     hidden = _size(name, config, "hidden_size")
@@ -90,7 +90,7 @@ def _read(name: str) -> dict[str, Any]:
         return _of_transformers(name)
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # JSON's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # JSON's errors are ValueErrors
         raise UsageError(f"--model {name} cannot be read: {error}; expected a config.json") from None
     if not isinstance(config, dict):
         raise UsageError(

@@ -41,7 +41,6 @@ def run(device: str, backend: str | None) -> int:
             if ranks.rank == 0:
                 print(text_of(speeds, "between hosts" if hosts > 1 else "within a host"))
                 print(f"kept in {path}")
-        dist.barrier()
     return 0
 
 
