@@ -390,8 +390,8 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", "--ranks", "1", "--tokens", "2048", *given[5:], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)["memory"]
     assert alone[1]["kept"] == checkpoints["kept"]
-    # In each layer 2d holds the keys and values of both ranks, outputs once more, and two log-sum-exps more.
-    assert plain["kept"] - alone[0]["kept"] == 2 * (2 * 2048 * 64 * 2 + 2 * 4 * 2048 * 4)
+    # In each layer gather holds all keys and values besides its own, and ulysses outputs once more.
+    assert plain["kept"] - alone[0]["kept"] == 2 * (4096 * 64 - 2048 * 64) * 2
     (longest,) = re.findall("tokens that fit +[0-9,]+ +([0-9,]+) ", text)
     tokens = longest.replace(",", "")
     for more, fits in ((0, "yes"), (2048, "no")):
