@@ -98,7 +98,7 @@ def check_case(
     wanted.backward(grad.double())
     parts = [layout.shard(x, 1).clone().requires_grad_() for x in whole]
     out = spar.attention(
-        parts[0], parts[1], parts[2], layout, method=method, attend=kernel, sinks=sinks, **case.options
+        parts[0], parts[1], parts[2], layout, method=method, kernel=kernel, sinks=sinks, **case.options
     )
     out.backward(layout.shard(grad, 1))
     errors = [error_of(layout.all_gather(out.detach(), 1), wanted.detach())]

@@ -7,6 +7,8 @@ import inspect
 import os
 import warnings
 
+from torch.compiler import is_dynamo_compiling
+
 # Variable: the release from which it has no effect, why, and the release that no longer warns of it.
 _REMOVED_VARIABLES = {
     "SPAR_AFFINITY": ("0.2.0", "no call changes a thread's affinity", "0.3.0"),
@@ -22,7 +24,12 @@ def outside_level() -> int:
 
 
 def warn_deprecated(old: str, new: str, removal: str) -> None:
-    """Warn the caller outside of spar that a name or an argument of it has another one now."""
+    """Warn the caller outside of spar that a name or an argument of it has another one now.
+
+    In compiled code there is no warning, which would break the graph.
+    """
+    if is_dynamo_compiling():
+        return
     warnings.warn(
         f"{old} is deprecated and will be removed in spar {removal}; use {new}",
         DeprecationWarning,

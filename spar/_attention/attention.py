@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .._deprecated import outside_level
+from .._deprecated import outside_level, warn_deprecated
 from .._exchange.arguments import Arguments, ranks_of
 from .._group.group import Call, Group
 from .._group.registry import by_process_group
@@ -82,7 +82,10 @@ Result = TypeVar("Result")
 
 
 def _name_replacements(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Raise a TypeError that says what to pass for a keyword of torch, or for a layout that is missing."""
+    """Raise a TypeError that says what to pass for a keyword of torch, or for a layout that is missing.
+
+    `attend` is the name that `kernel` had.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -94,6 +97,13 @@ def _name_replacements(function: Callable[P, Result]) -> Callable[P, Result]:
                 "attention: layout is missing; expected the SequenceLayout by which q, k and v were sharded: "
                 "layout = spar.SequenceLayout.even(total, group), and layout.shard(x, 1) of the whole input"
             )
+        if "attend" in kwargs:
+            if "kernel" in kwargs:
+                raise TypeError(
+                    "attention: kernel and attend are passed; pass kernel alone, whose former name is attend"
+                )
+            warn_deprecated("attention(attend=)", "kernel=", "0.4.0")
+            kwargs["kernel"] = kwargs.pop("attend")
         return function(*args, **kwargs)
 
     return wrapper
@@ -117,7 +127,7 @@ def attention(
     method: str | None = None,
     grid: tuple[int, int] | None = None,
     float8: str | None = None,
-    attend: Attend | str | None = None,
+    kernel: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
     return_lse: Literal[False] = False,
@@ -142,7 +152,7 @@ def attention(
     method: str | None = None,
     grid: tuple[int, int] | None = None,
     float8: str | None = None,
-    attend: Attend | str | None = None,
+    kernel: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
     return_lse: Literal[True],
@@ -167,7 +177,7 @@ def attention(
     method: str | None = None,
     grid: tuple[int, int] | None = None,
     float8: str | None = None,
-    attend: Attend | str | None = None,
+    kernel: Attend | str | None = None,
     seq_dim: int | None = None,
     head_dim: int | None = None,
     return_lse: bool = False,
@@ -224,7 +234,7 @@ def attention(
         float8: "forward", "backward" or "both": exchanges of q, k, v and the output, or of their gradients,
             move float8 with a scale for each head of each token: about half of the bytes of 16 bits. Not by
             the ring, and not for float64. Results are then not exact: docs/attention.md has the bounds.
-        attend: the caller's kernel, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
+        kernel: the caller's own, for ulysses and gather: a function of q, k and v, `[B, S, H, D]` with
             equal heads. It applies causality, scale and dropout itself. With gather it is called for each run
             of queries with the keys that the run may attend to; with `causal` those up to the run's last
             query, as flash_attn aligns them. Or the name of a kernel that returns a log-sum-exp, which each
@@ -249,9 +259,9 @@ def attention(
     queries, keys = layout if isinstance(layout, tuple) and len(layout) == 2 else (layout, layout)
     if not isinstance(queries, SequenceLayout) or not isinstance(keys, (SequenceLayout, type(None))):
         raise _layout_error(layout, q)
-    function, kernel = (None, attend) if isinstance(attend, str) else (attend, None)
+    function, name = (None, kernel) if isinstance(kernel, str) else (kernel, None)
     spans, dense = (mask, None) if isinstance(mask, Spans) else (None, mask)
-    options = causal, window, grid, float8, softcap, scale, dropout_p, method, kernel, seq_dim, head_dim
+    options = causal, window, grid, float8, softcap, scale, dropout_p, method, name, seq_dim, head_dim
     tensors = q, k, v, queries, keys, dense, spans, sinks, bias, function
     passed: tuple[Any, ...] = *tensors, *options, bool(return_lse)
     request = Request(*passed)

@@ -122,7 +122,7 @@ def _in_grid(problem: Problem, heads: _Heads, merges: bool) -> Run:
     if problem.keys is None:
         raise problem.error("method", "one with a grid, and k and v have no layout", '"gather"')
     if not problem.blockwise:
-        name, value = ("dropout_p", problem.dropout_p) if problem.dropout_p else ("attend", "a function")
+        name, value = ("dropout_p", problem.dropout_p) if problem.dropout_p else ("kernel", "a function")
         raise problem.error(
             name, f"{value}, and the method has a grid", 'none; or method="ulysses" or "gather"'
         )

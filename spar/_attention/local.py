@@ -308,5 +308,5 @@ def _called(problem: Problem, attend: Callable[..., Any], q: Tensor, k: Tensor, 
     expected = [q.size(0), q.size(2), q.size(1), v.size(3)]
     if not isinstance(out, Tensor) or list(out.shape) != expected:
         value = f"of shape {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise problem.error("the result of attend", value, f"a tensor of shape {expected}")
+        raise problem.error("the result of kernel", value, f"a tensor of shape {expected}")
     return out.transpose(1, 2)

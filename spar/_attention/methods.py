@@ -277,7 +277,7 @@ def _ring(problem: Problem, layout: Layout, place: Group | Place, first: int) ->
         raise problem.error("dropout_p", "passed", 'none with a ring; pass method="ulysses" or "gather"')
     if not problem.blockwise and not problem.dropout_p:
         expected = 'a kernel\'s name with a ring; or pass method="ulysses" or "gather"'
-        raise problem.error("attend", "a function", expected)
+        raise problem.error("kernel", "a function", expected)
     if compiles and (problem.uses_spans or problem.listed):
         return by_graph_op(problem, place, layout, world, rank, first)
 

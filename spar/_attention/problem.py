@@ -234,9 +234,9 @@ def _check_tokens(
 def _check_function(call: Arguments, request: Request, queries: int, keys: int) -> None:
     """Check the caller's kernel."""
     if request.attend is not None and not callable(request.attend):
-        raise call.type_error("attend", f"{request.attend!r:.200}", "a function, a kernel's name or None")
+        raise call.type_error("kernel", f"{request.attend!r:.200}", "a function, a kernel's name or None")
     if request.causal and request.attend is not None and keys != queries:
-        raise call.error("the number of keys", keys, f"{queries} for attend with causal=True")
+        raise call.error("the number of keys", keys, f"{queries} for a function as kernel, with causal=True")
 
 
 def _check_dropout(call: Arguments, request: Request) -> None:
@@ -245,7 +245,7 @@ def _check_dropout(call: Arguments, request: Request) -> None:
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise call.error("dropout_p", f"{dropout_p!r:.200}", "at least 0 and below 1")
     if request.returns_lse and (attend is not None or dropout_p):
-        other = "a function is passed as attend" if attend is not None else f"dropout_p is {dropout_p}"
+        other = "a function is passed as kernel" if attend is not None else f"dropout_p is {dropout_p}"
         raise call.error("return_lse", f"True, and {other}", "a kernel's name or None, and no dropout")
 
 
@@ -260,7 +260,7 @@ def _check_exclusive(call: Arguments, request: Request) -> None:
         others = {"mask": mask, "window": request.window, "scale": request.scale, **changes}
         for name, value in {**others, "dropout_p": dropout_p or None}.items():
             if value is not None:
-                raise call.error(name, "passed, and attend too", "attend to apply it itself")
+                raise call.error(name, "passed, and kernel too", "a kernel that applies it itself")
     for name, value in changes.items() if dropout_p else ():
         if value is not None:
             raise call.error("dropout_p", f"{dropout_p}, and {name} is passed", "0 with it")
@@ -273,7 +273,7 @@ def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
         return
     if kernel not in NAMES:
         expected = f"a function, None or the name of a kernel: {', '.join(NAMES)}"
-        raise call.error("attend", repr(kernel), expected)
+        raise call.error("kernel", repr(kernel), expected)
     dense, softcap = problem.mask is not None or request.bias is not None, problem.softcap > 0
     why = reason_against(kernel, q, v, Needs(dense or problem.uses_spans, softcap))
     if why and problem.uses_spans and not dense and not torch.compiler.is_compiling():
@@ -284,7 +284,7 @@ def _check_kernel(call: Arguments, problem: Problem, request: Request) -> None:
             why = ""
     if why:
         expected = f"a kernel that can compute this; {kernel} cannot, as {why}"
-        raise call.error("attend", repr(kernel), expected)
+        raise call.error("kernel", repr(kernel), expected)
     if problem.dropout_p:
         raise call.error("dropout_p", f"{problem.dropout_p}", f"0 with the kernel {kernel}")
 

@@ -365,14 +365,14 @@ def _by_token(lse: Tensor) -> Tensor:
 def second_derivative_error() -> RuntimeError:
     return RuntimeError(
         "attention: blocks that are merged cannot be differentiated twice (create_graph=True); "
-        'pass method="ulysses" and a kernel that can be, as attend'
+        'pass method="ulysses" and a kernel that can be'
     )
 
 
 def transform_error() -> NotImplementedError:
     return NotImplementedError(
         "attention: blocks that are merged have no forward-mode derivative, and none under torch.func; "
-        'pass method="ulysses", and as attend None or a function, whose derivatives it then has'
+        'pass method="ulysses", and as kernel None or a function, whose derivatives it then has'
     )
 
 

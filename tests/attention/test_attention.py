@@ -98,7 +98,7 @@ def check_runs(rank: int, world: int, group: Group) -> None:
         attend = partial(spar.attention, layout=layout, method="gather")
         expected = expected_of(whole, causal=True, documents=documents)
         own = layout.index()
-        assert error_of(partial(attend, causal=True, attend=causal_kernel), whole, expected, own) < 1e-12, (
+        assert error_of(partial(attend, causal=True, kernel=causal_kernel), whole, expected, own) < 1e-12, (
             kind
         )
         *parts, _ = [x[:, own] for x in whole]

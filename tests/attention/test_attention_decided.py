@@ -117,7 +117,7 @@ def check_values(rank: int, world: int, group: Group) -> None:
         sinks += 5
         assert not torch.allclose(before, spar.attention(q, k, v, layout, sinks=sinks), atol=1e-3)
     for kernel, factor in ((whole_attention, 1), (doubled, 2), (whole_attention, 1)):
-        y = spar.attention(q, k, v, layout, attend=kernel)
+        y = spar.attention(q, k, v, layout, kernel=kernel)
         assert torch.allclose(y, factor * whole_attention(*whole)[:, own], atol=1e-5)
 
 
@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
     "a bool as dropout": ({"dropout_p": 0.0}, {"dropout_p": True}, ValueError, "dropout_p"),
     "a bool as softcap": ({"softcap": 1.0}, {"softcap": True}, TypeError, "softcap"),
     "no function": ({"bias": bias(1.0)}, {"bias": 1.0}, TypeError, "bias is"),
-    "no kernel": ({"attend": whole_attention}, {"attend": 1}, TypeError, "attend is"),
+    "no kernel": ({"kernel": whole_attention}, {"kernel": 1}, TypeError, "kernel is"),
     "a mask that learns": (
         {"mask": LOWER.float(), "method": "gather"},
         {"mask": LOWER.float().requires_grad_(), "method": "gather"},

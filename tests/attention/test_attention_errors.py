@@ -97,19 +97,19 @@ CASES: dict[str, Case] = {
         "dropout_p is passed; expected none with a ring",
     ),
     "own kernel in a ring": (
-        {"attend": whole_attention, "method": "ring"},
+        {"kernel": whole_attention, "method": "ring"},
         ValueError,
-        "attend is a function; expected a kernel's name with a ring",
+        "kernel is a function; expected a kernel's name with a ring",
     ),
     "own kernel and scale": (
-        {"attend": whole_attention, "scale": 2.0},
+        {"kernel": whole_attention, "scale": 2.0},
         ValueError,
-        "scale is passed, and attend too",
+        "scale is passed, and kernel too",
     ),
     "own kernel's shape": (
-        {"attend": lambda q, k, v: q[:1]},
+        {"kernel": lambda q, k, v: q[:1]},
         ValueError,
-        "the result of attend is of shape [1, 12, 2, 8]; expected a tensor of shape [2, 12, 2, 8]",
+        "the result of kernel is of shape [1, 12, 2, 8]; expected a tensor of shape [2, 12, 2, 8]",
     ),
     "layout of k and v": (
         {"layout": "and 3"},
@@ -197,15 +197,15 @@ CASES: dict[str, Case] = {
         "mask is Spans of [1, 4, 12, 12]; expected Spans of [2 or 1, 6 or 1, 12, 12]",
     ),
     "own kernel and spans": (
-        {"attend": whole_attention, "mask": spar.Spans.causal(12)},
+        {"kernel": whole_attention, "mask": spar.Spans.causal(12)},
         ValueError,
-        "mask is passed, and attend too; expected attend to apply it itself",
+        "mask is passed, and kernel too; expected a kernel that applies it itself",
     ),
     **{
         f"own kernel and {name}": (
-            {"attend": whole_attention, name: value},
+            {"kernel": whole_attention, name: value},
             ValueError,
-            f"{name} is passed, and attend too; expected attend to apply it itself",
+            f"{name} is passed, and kernel too; expected a kernel that applies it itself",
         )
         for name, value in {
             "window": (3, 0),
@@ -225,16 +225,16 @@ CASES: dict[str, Case] = {
         for name, value in {"sinks": z(6), "softcap": 5.0, "bias": lambda b, h, q, k: 0.1 * k}.items()
     },
     "a kernel without a cap": (
-        {"attend": "flash", "softcap": 5.0},
+        {"kernel": "flash", "softcap": 5.0},
         ValueError,
-        "attend is 'flash'; expected a kernel that can compute this; flash cannot, as it cannot cap scores",
+        "kernel is 'flash'; expected a kernel that can compute this; flash cannot, as it cannot cap scores",
     ),
     "a kernel of GPUs": (
-        {"attend": "flash_attn", "window": (3, 0)},
+        {"kernel": "flash_attn", "window": (3, 0)},
         ValueError,
-        "attend is 'flash_attn'; expected a kernel that can compute this; flash_attn cannot, as it does",
+        "kernel is 'flash_attn'; expected a kernel that can compute this; flash_attn cannot, as it does",
     ),
-    "own kernel raises": ({"attend": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
+    "own kernel raises": ({"kernel": lambda q, k, v: 1 / 0}, ZeroDivisionError, "division by zero"),
 }
 
 
@@ -243,8 +243,8 @@ def check_error(rank: int, world: int, group: Group, name: str) -> None:
     options, kind, text = CASES[name]
     last = rank == world - 1
     right: dict[str, Any] = {"method": "ring"} if options.get("method") == "ring" else {}
-    if "attend" in options and not right:
-        right = {"attend": whole_attention}
+    if "kernel" in options and not right:
+        right = {"kernel": whole_attention}
     if callable(options.get("bias")) and "dropout_p" not in options and not right:
         # It is called after the exchange: the peers wait in the next one.
         right = {"bias": lambda b, h, q, k: 0.1 * (k - q)}

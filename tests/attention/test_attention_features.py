@@ -93,7 +93,7 @@ def check_cell(rank: int, world: int, group: dist.ProcessGroup, feature: str, co
             keywords = {**keywords, "method": method}
             sinks = torch.linspace(-1, 1, HEADS).double() if keywords.pop("sinks", False) else None
             if column not in of_methods:
-                keywords["attend"] = column
+                keywords["kernel"] = column
             case = Case(layouts[kind], tensors, allowed, torch.float32, 8, keys)
             case.keywords, case.sinks = keywords, sinks
             if cell == "yes":

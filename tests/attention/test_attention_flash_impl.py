@@ -110,7 +110,7 @@ def check_reached(rank: int, world: int, group: Group) -> None:
     ]
     for layout, keywords, expected, ops in cases:
         for method in METHODS:
-            attend = partial(spar.attention, layout=layout, method=method, attend="flash", **keywords)
+            attend = partial(spar.attention, layout=layout, method=method, kernel="flash", **keywords)
             with activated():
                 flash_attn_standin.CALLS.clear()
                 error = error_of(

@@ -73,7 +73,7 @@ def check_random(rank: int, world: int, group: Group) -> None:
         case = make_case(seed, world)
         case.keywords.pop("dropout_p", None)
         case.dtype, case.autocast = torch.float32, False
-        case.keywords["attend"] = ("flex", None)[seed % 2]
+        case.keywords["kernel"] = ("flex", None)[seed % 2]
         with flex_standin.installed(), mock.patch.object(block_mask, "SIZE", 8):
             error = error_of_rank(case, group, whole(case))
             used += any(has_spans for *_, has_spans in flex_standin.CALLS)
@@ -281,11 +281,11 @@ def check_choice(rank: int, world: int, group: Group) -> None:
     assert used(both=True, mask=prefix) == (False, True)
     # Too few queries to compile for, unless it is named; too many intervals; what is added to scores.
     assert used(1024, mask=window) == (False, False)
-    assert used(1024, mask=window, attend="flex") == (False, True)
-    assert used(mask=holes) == used(mask=holes, attend="flex") == (False, False)
+    assert used(1024, mask=window, kernel="flex") == (False, True)
+    assert used(mask=holes) == used(mask=holes, kernel="flex") == (False, False)
     assert used(window=(5, 0), bias=lambda b, h, q, k: 0.1 * (k - q)) == (False, False)
     assert used(window=(5, 0), mask=torch.ones(40, 40, dtype=torch.bool)) == (False, False)
-    assert used(window=(5, 0), attend="blockwise") == used(causal=True) == (False, False)
+    assert used(window=(5, 0), kernel="blockwise") == used(causal=True) == (False, False)
 
 
 @pytest.mark.parametrize("world", [1, 2])

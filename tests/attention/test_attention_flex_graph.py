@@ -108,9 +108,9 @@ def check_options(rank: int, world: int, group: Group) -> None:
     for (keywords, expected), weight in itertools.product(cases, (None, 0.0, 0.7)):
         of = partial(gradients, layout, weight, method="ulysses", **keywords)
         with standin():
-            made = of(attend="flex")
+            made = of(kernel="flex")
             assert calls() == expected, (keywords, weight)
-        for one, other in zip(made, of(attend="blockwise"), strict=True):
+        for one, other in zip(made, of(kernel="blockwise"), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
@@ -131,7 +131,7 @@ def check_other_shard(rank: int, world: int, group: Group) -> None:
         assert error_of(attend, [x.float() for x in whole], expected, layout.index()) < 2e-5
         assert calls() == 2
         # The first rank's own block.
-        attend = partial(spar.attention, layout=layout, causal=True, method="ring", attend="flex")
+        attend = partial(spar.attention, layout=layout, causal=True, method="ring", kernel="flex")
         expected = expected_of(whole, causal=True)
         assert error_of(attend, [x.float() for x in whole], expected, layout.index()) < 2e-5
         assert calls() == (4 if rank else ONCE)

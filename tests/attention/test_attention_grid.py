@@ -82,7 +82,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
         ),
         ({"grid": (2, 2), "method": None}, ValueError, "grid is (2, 2), and method is 'ulysses'; expected"),
         ({"dropout_p": 0.5}, ValueError, "dropout_p is 0.5, and the method has a grid; expected none"),
-        ({"attend": lambda q, k, v: q}, ValueError, "attend is a function, and the method has a grid"),
+        ({"kernel": lambda q, k, v: q}, ValueError, "kernel is a function, and the method has a grid"),
         ({"layout": (layout, None)}, ValueError, 'k and v have no layout; expected "gather"'),
     ]
     for options, kind, text in wrong:

@@ -95,7 +95,7 @@ def check_named(rank: int, world: int, group: Group, name: str) -> None:
                 causal=causal,
                 mask=mask,
                 method=way,
-                attend=name.split()[0],
+                kernel=name.split()[0],
             )
             expected = expected_of(whole, causal=causal, mask=mask, documents=documents)
             found = error_of(attend, [x.to(kind) for x in whole], expected, layouts[layout].index())
@@ -210,16 +210,16 @@ def check_named_errors(rank: int, world: int, group: Group) -> None:
     layout, q = SequenceLayout.even(4, group), torch.zeros(1, 4 // world, 2, 8)
     cases: list[tuple[dict[str, Any], str]] = [
         (
-            {"attend": "flsh"},
-            "attend is 'flsh'; expected a function, None or the name of a kernel: blockwise, ",
+            {"kernel": "flsh"},
+            "kernel is 'flsh'; expected a function, None or the name of a kernel: blockwise, ",
         ),
         (
-            {"attend": "flex"},
-            "attend is 'flex'; expected a kernel that can compute this; flex cannot, as torch",
+            {"kernel": "flex"},
+            "kernel is 'flex'; expected a kernel that can compute this; flex cannot, as torch",
         ),
-        ({"attend": "flash", "dropout_p": 0.5}, "dropout_p is 0.5; expected 0 with the kernel flash"),
+        ({"kernel": "flash", "dropout_p": 0.5}, "dropout_p is 0.5; expected 0 with the kernel flash"),
         (
-            {"attend": "flash", "mask": torch.zeros(4, 4, requires_grad=True), "method": "ulysses"},
+            {"kernel": "flash", "mask": torch.zeros(4, 4, requires_grad=True), "method": "ulysses"},
             "mask is a tensor that requires a gradient; expected one that does not",
         ),
     ]
@@ -227,8 +227,8 @@ def check_named_errors(rank: int, world: int, group: Group) -> None:
         with pytest.raises(ValueError) as caught:
             spar.attention(q, q, q, layout, **options)
         assert text in str(caught.value), caught.value
-    with pytest.raises(TypeError, match="attend is 3; expected a function, a kernel's name or None"):
-        spar.attention(q, q, q, layout, attend=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="kernel is 3; expected a function, a kernel's name or None"):
+        spar.attention(q, q, q, layout, kernel=3)  # type: ignore[arg-type]
 
 
 def test_errors_of_named_kernels(ranks: Ranks) -> None:
@@ -260,7 +260,7 @@ def check_windows(rank: int, world: int, group: Group) -> None:
         for name in ("flash_attn", None):
             flash_attn_standin.CALLS.clear()
             with standins():
-                attend = partial(attend, attend=name)
+                attend = partial(attend, kernel=name)
                 found = error_of(
                     attend, [x.to(torch.bfloat16) for x in whole], expected, layouts[layout].index()
                 )
@@ -271,7 +271,7 @@ def check_windows(rank: int, world: int, group: Group) -> None:
     mask = spar.Spans.padding(torch.arange(61) % 2)
     *parts, _ = [x[:, layouts["even"].index()].bfloat16() for x in whole]
     with standins(), pytest.raises(ValueError, match=refused):
-        spar.attention(*parts, layouts["even"], mask=mask, attend="flash_attn")
+        spar.attention(*parts, layouts["even"], mask=mask, kernel="flash_attn")
 
 
 @pytest.mark.parametrize("world", [1, 3])

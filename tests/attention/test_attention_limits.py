@@ -161,7 +161,7 @@ def check_late_failure(rank: int, world: int, group: Group, method: str) -> None
             return fail_late(*block[:3]) if next(blocks) == last else right(block)
 
         with mock.patch.object(kernel, "forward", late) if fails else contextlib.nullcontext():
-            return spar.attention(x, x, x, layout, method=method, attend="flash")
+            return spar.attention(x, x, x, layout, method=method, kernel="flash")
 
     for then in ("backward", "the next layer", "a retry"):
         x = torch.full((1, TOTAL // world, 2, 8), 2.0, requires_grad=then != "the next layer")
@@ -189,7 +189,7 @@ def check_failure_of_all(rank: int, world: int, group: Group) -> None:
     layout, x = SequenceLayout.even(TOTAL, group), torch.zeros(1, TOTAL // world, 2, 8)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="out of registers"):
-            spar.attention(x, x, x, layout, method="gather", attend=fail_late)
+            spar.attention(x, x, x, layout, method="gather", kernel=fail_late)
     assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world))
 
 

@@ -91,9 +91,9 @@ def check_wide(rank: int, world: int, group: Group) -> None:
     layout = SequenceLayout.even(8 * world, group)
     q, k, v = (torch.randn(1, 8, 2, 256, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     with standins():
-        _, lse = spar.attention(q, k, v, layout, return_lse=True, attend="flash_attn")
+        _, lse = spar.attention(q, k, v, layout, return_lse=True, kernel="flash_attn")
         lse.sum().backward()
-        _, lse = spar.attention(q, k, v, layout, window=(3, 0), return_lse=True, attend="flash_attn")
+        _, lse = spar.attention(q, k, v, layout, window=(3, 0), return_lse=True, kernel="flash_attn")
         assert flash_attn_standin.CALLS
         with pytest.raises(
             NotImplementedError, match="no kernel for heads of width 264 and 264: it takes masks"
@@ -110,7 +110,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
     x = torch.zeros(1, 4, 2, 8)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"dropout_p": 0.5}, "return_lse is True, and dropout_p is 0.5; expected a kernel's name or None"),
-        ({"attend": lambda q, k, v: q}, "return_lse is True, and a function is passed as attend"),
+        ({"kernel": lambda q, k, v: q}, "return_lse is True, and a function is passed as kernel"),
     ]
     for keywords, text in cases:
         with pytest.raises(ValueError, match=text):

@@ -59,7 +59,7 @@ def check_documents(rank: int, world: int, group: Group) -> None:
             attend = partial(spar.attention, layout=layout, causal=causal, method=method)
             for kernel, kind, limit in ((None, torch.float16, 0.02), ("flash", torch.bfloat16, 0.15)):
                 with flash_varlen_standin.installed():
-                    call = partial(attend, attend=kernel)
+                    call = partial(attend, kernel=kernel)
                     found = error_of(call, [x.to(kind) for x in whole], expected, layout.index())
                     forward = launches()
                 case = lengths, causal, key_heads, name, method, kernel, forward
@@ -154,7 +154,7 @@ def check_spans(rank: int, world: int, group: Group) -> None:
                 found = []
                 for chosen in (None, "blockwise"):
                     tensors = [x.clone().requires_grad_() for x in leaves]
-                    keywords = {"method": method, "attend": chosen, "sinks": torch.zeros(4), **options}
+                    keywords = {"method": method, "kernel": chosen, "sinks": torch.zeros(4), **options}
                     out, lse = spar.attention(*tensors, return_lse=True, **keywords)
                     found.append(
                         (out, lse, *torch.autograd.grad((out, lse), tensors, (upper, 0.1 * lse.detach())))
@@ -188,7 +188,7 @@ def check_refused(rank: int, world: int, group: Group) -> None:
     assert not calls(short[..., :12]) and not calls(short[..., :4])
     assert not calls(short.repeat(1, 1, 1, 17))
     assert not calls(short, softcap=2.0) and not calls(short, softcap=2.0, window=(3, 0))
-    assert not calls(short, dropout_p=0.1) and not calls(short, attend="blockwise")
+    assert not calls(short, dropout_p=0.1) and not calls(short, kernel="blockwise")
     assert not calls(short, bias=lambda b, h, q, k: 0.0 * (q - k))
     assert not calls(short, mask=torch.ones(sum(FEW), sum(FEW), dtype=torch.bool))
     # Of other shapes: what was decided of these is remembered.

@@ -238,7 +238,7 @@ def check_second_derivative(rank: int, world: int, group: Group) -> None:
         return again
 
     expected = twice(whole_attention, torch.arange(6))
-    exact = partial(spar.attention, layout=layout, method="ulysses", attend=whole_attention)
+    exact = partial(spar.attention, layout=layout, method="ulysses", kernel=whole_attention)
     found = twice(exact, layout.index())
     assert torch.allclose(found, expected[:, layout.index()])
     with forward_ad.dual_level():
@@ -270,7 +270,7 @@ def check_own_kernel(rank: int, world: int, group: Group) -> None:
         layout = make(13, group)
         whole = inputs(13, 4, 2, torch.float64)
         error = error_of(
-            partial(spar.attention, layout=layout, causal=True, method=method, attend=kernel),
+            partial(spar.attention, layout=layout, causal=True, method=method, kernel=kernel),
             whole,
             expected_of(whole, causal=True),
             layout.index(),
@@ -283,7 +283,7 @@ def check_own_kernel_of_documents(rank: int, world: int, group: Group) -> None:
     whole = inputs(layout.total, 2, 2, torch.float64)
     expected = expected_of(whole, documents=DOCUMENTS)
     for method in ("ulysses", "gather"):
-        way = partial(spar.attention, layout=layout, method=method, attend=whole_attention)
+        way = partial(spar.attention, layout=layout, method=method, kernel=whole_attention)
         assert error_of(way, whole, expected, layout.index()) < 1e-13, method
 
 

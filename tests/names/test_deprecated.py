@@ -85,6 +85,21 @@ def use_former_names(rank: int, world: int, group: dist.ProcessGroup) -> None:
         assert "forward" not in vars(model)
 
 
+def use_attend(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    layout, x = spar.SequenceLayout.even(4, group), torch.rand(1, 4 // world, 2, 8)
+    kernels = [spar.attention(x, x, x, layout, kernel="blockwise")]
+    with pytest.warns(DeprecationWarning, match=r"attend=\) is deprecated .* 0.4.0; use kernel=") as caught:
+        kernels.append(spar.attention(x, x, x, layout, attend="blockwise"))  # type: ignore[call-overload]
+    assert caught[0].filename == __file__ and torch.equal(*kernels)
+    with pytest.raises(TypeError, match="kernel and attend are passed"):
+        spar.attention(x, x, x, layout, attend="flash", kernel=None)  # type: ignore[call-overload]
+
+
+@pytest.mark.one_transport
+def test_former_name_of_kernel_warns_and_works(ranks: Ranks) -> None:
+    ranks(2, use_attend)
+
+
 @pytest.mark.one_transport
 def test_former_names_of_parallelize_warn_and_work(ranks: Ranks) -> None:
     ranks(2, use_former_names)

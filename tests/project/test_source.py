@@ -87,7 +87,7 @@ SIGNATURES = {
     "out=None",
     "attention": "q, k, v, layout, causal=False, mask=None, window=None, sinks=None, softcap=None, "
     "bias=None, scale=None, dropout_p=0.0, method=None, grid=None, float8=None, "
-    "attend=None, seq_dim=None, head_dim=None, return_lse=False",
+    "kernel=None, seq_dim=None, head_dim=None, return_lse=False",
     "parallelize": "model, group=None, method=None, layout='even', inputs=(), "
     "outputs='whole', blocks=None, tile=None, strict=False",
     "unparallelize": "model",

@@ -99,7 +99,7 @@ def _attended(
             method=method,
             seq_dim=1,
             head_dim=2,
-            attend=lambda q, k, v: kernel(query=q, key=k, value=v, **_of_heads(whole, view, q, heads)),
+            kernel=lambda q, k, v: kernel(query=q, key=k, value=v, **_of_heads(whole, view, q, heads)),
         )
     return mark(out, part)
 
