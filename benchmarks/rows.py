@@ -112,7 +112,7 @@ def compare(name: str, index: Tensor, x: Tensor, layout: spar.SequenceLayout, tu
     received, sizes = x.new_empty(len(wanted), x.size(1)), [row[rank] for row in counts]
     steps: dict[str, Callable[[], Any]] = {
         "plan": lambda: layout.rows(index),
-        "all_gather": lambda: layout.all_gather(x, 0),
+        "all_gather": lambda: layout.gather(x, 0, backward="sum"),
         "table": lambda: rows.table(x),
         "exchange": lambda: spar.all_to_all_single(packed, counts),
         "gloo": lambda: dist.all_to_all_single(received, packed, sizes, counts[rank]),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import _C
 from ._checks import check_int, check_lengths, check_number, check_sum, check_type
 from ._control.process_group import group_name
+from ._deprecated import warn_deprecated
 from ._exchange.arguments import Arguments, Sizes, cumulative_hint, from_cumulative
 from ._exchange.cut_and_join import without_halo
 from ._exchange.exchange import ONE
@@ -37,7 +38,7 @@ from ._exchange.layouts import (
 )
 from ._exchange.rows import Rows, rows_of
 from ._exchange.runs import numbers_of_runs
-from ._exchange.whole_sequence import shard_or_gather
+from ._exchange.whole_sequence import Backward, gather, shard_or_gather
 from ._group.registry import place_of
 from .topology import topology
 from .topology.absent import group_or_name
@@ -296,43 +297,46 @@ class SequenceLayout:
         return shard_or_gather("SequenceLayout.shard", x, dim, self, checked_numbers, grad_scale, True)
 
     @overload
-    def gather(self, x: torch.Tensor, dim: int, grad_scale: GradScale = NOT_GIVEN) -> torch.Tensor: ...
+    def gather(
+        self, x: torch.Tensor, dim: int, grad_scale: GradScale = ..., *, backward: Backward = ...
+    ) -> torch.Tensor: ...
 
     @overload
     def gather(
-        self, x: Sequence[torch.Tensor], dim: int, grad_scale: GradScale = NOT_GIVEN
+        self, x: Sequence[torch.Tensor], dim: int, grad_scale: GradScale = ..., *, backward: Backward = ...
     ) -> list[torch.Tensor]: ...
 
-    def gather(self, x: Any, dim: int, grad_scale: GradScale = NOT_GIVEN) -> Any:
-        """Gather the sequence in natural order on every rank; keep this rank's shard of the gradient.
+    def gather(
+        self, x: Any, dim: int, grad_scale: GradScale = NOT_GIVEN, *, backward: Backward = "slice"
+    ) -> Any:
+        """Gather the sequence in natural order on every rank; `grad_scale` or `backward` gives the gradient.
 
-        The gradient is exact if every rank has the same gradient of the output; else use `all_gather`.
+        Where a gradient is recorded, pass a grad_scale or backward="sum". The sum is always exact; a
+        grad_scale is right if every rank has the same gradient of the output.
 
         Args:
             x: this rank's shard, any strided tensor; or a list of tensors of one dtype and device.
             dim: the sequence's dim.
-            grad_scale: what this rank's shard of the gradient is multiplied by. It must be given where a
-                gradient is recorded. "up": the world size, right where all ranks compute the same loss and
-                gradients of parameters are averaged, as by DDP and FSDP. None: nothing, right where they are
-                summed. Or a float.
+            grad_scale: what this rank's shard of its gradient is multiplied by. "up": the world size, right
+                where all ranks compute the same loss and gradients of parameters are averaged, as by DDP and
+                FSDP. None: nothing, right where they are summed. Or a float.
+            backward: "slice": keep this rank's shard of its own gradient, by grad_scale. "sum": sum the
+                gradients of all ranks, as `spar.all_gather` does; without grad_scale. Then the gradients of
+                parameters are to be summed.
 
         Returns:
             A new contiguous tensor; for a list of tensors a list.
 
         Raises:
-            ValueError: x is not this rank's shard, or a gradient is recorded without grad_scale.
+            ValueError: x is not this rank's shard, a gradient is recorded without grad_scale or
+                backward="sum", or both are given.
         """
-        return shard_or_gather("SequenceLayout.gather", x, dim, self, checked_numbers, grad_scale, False)
-
-    @overload
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...
-
-    @overload
-    def all_gather(self, x: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]: ...
+        return gather(x, dim, self, checked_numbers, grad_scale, backward)
 
     def all_gather(self, x: Any, dim: int) -> Any:
-        """Call `spar.all_gather` with this layout: the output is in natural order."""
-        return shard_or_gather("all_gather", x, dim, self, checked_numbers, None, False, exact=True)
+        """Deprecated: `gather(x, dim, backward="sum")`."""
+        warn_deprecated("SequenceLayout.all_gather", 'SequenceLayout.gather(backward="sum")', "0.4.0")
+        return self.gather(x, dim, backward="sum")
 
     @overload
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor: ...

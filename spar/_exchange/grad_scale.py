@@ -32,6 +32,7 @@ def scale_error(call: Arguments, splits: bool) -> ValueError:
     else:
         cases = (
             '"up" if all ranks compute one loss from the output and gradients of parameters are averaged, as '
-            "by DDP; None if they are summed; or call all_gather instead if the ranks' losses differ"
+            "by DDP; None if they are summed; or call SequenceLayout.gather with "
+            'backward="sum" instead if the ranks\' losses differ'
         )
     return ValueError(f"{call.where}: a gradient is recorded, and grad_scale is not given; expected {cases}")

@@ -4,18 +4,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+from .._group.group import Call
 from .._group.registry import place_of
 from ..topology.absent import AbsentGroup
 from ..topology.resolve import process_group
-from .arguments import Arguments, Key
+from .arguments import Arguments, Key, ranks_of
 from .exchange import GATHER, MOVE, SUM, Scale
 from .grad_scale import NOT_GIVEN, GradScale, scale_error
 from .layouts import WHOLE, Args, Layout, pair, shards_pair
 from .observers import must_record
 from .repeated import layouts_key, repeat, scale_key
 from .together import exchange_together
+
+Backward = Literal["slice", "sum"]
+
+
+def gather(
+    x: Any, dim: int, layout: Any, check: Callable[..., Layout], grad_scale: GradScale, backward: Backward
+) -> Any:
+    """Run SequenceLayout.gather: see there; layout, check: as of `shard_or_gather`."""
+    name = "SequenceLayout.gather"
+    if backward == "slice":
+        return shard_or_gather(name, x, dim, layout, check, grad_scale, False)
+    if backward == "sum" and grad_scale is NOT_GIVEN:
+        return shard_or_gather(name, x, dim, layout, check, None, False, exact=True)
+    ranks = ranks_of(layout.group, name)
+    with Call(ranks, name):
+        where = f"{name} on rank {ranks.rank} of {ranks.world}"
+        if backward == "sum":
+            raise ValueError(f'{where}: grad_scale is {grad_scale!r:.200}; expected none with backward="sum"')
+        raise ValueError(f'{where}: backward is {backward!r:.200}; expected "slice" or "sum"')
 
 
 def shard_or_gather(
@@ -38,7 +58,7 @@ def shard_or_gather(
     arguments: Key = None
     if (exact or not splits) and type(dim) is int:  # Only such a call exchanges.
         parts, scale = layouts_key(x, None, layout), scale_key(grad_scale)
-        arguments = None if parts is None or scale is None else (dim, parts, scale)
+        arguments = None if parts is None or scale is None else (dim, parts, scale, exact)
     output, key = repeat(name, x, layout.group, arguments)
     if output is not None:
         return output

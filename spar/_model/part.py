@@ -382,7 +382,7 @@ class Parts:
 
     def _gathered(self, x: Tensor, lengths: tuple[int, ...], dim: int) -> Tensor:
         if len(lengths) < 2 or self.is_in_order:
-            return self.layout(lengths).all_gather(x, dim)
+            return self.layout(lengths).gather(x, dim, backward="sum")
         shards = x.split([self.held((length,)) for length in lengths], dim)
         found = [self._gathered(y, (length,), dim) for y, length in zip(shards, lengths, strict=True)]
         return torch.cat(found, dim)

@@ -208,7 +208,7 @@ def check_errors_of_one_rank(rank: int, world: int, group: Group) -> None:
         (lambda: layout.halo(x, 1, after=1.5), lambda: layout.halo(x, 1)),  # type: ignore[arg-type]
         (lambda: layout.shift(x, "1"), lambda: layout.shift(x, 1)),  # type: ignore[arg-type]
         # Only the last rank fills.
-        (lambda: layout.shift(x, 1, fill=None), lambda: layout.all_gather(layout.shift(x, 1), 1)),  # type: ignore[arg-type]
+        (lambda: layout.shift(x, 1, fill=None), lambda: layout.gather(layout.shift(x, 1), 1)),  # type: ignore[arg-type]
     ]
     for fails, right in wrong:
         with pytest.raises(MismatchError if rank == 0 else (ValueError, TypeError, RuntimeError)):

@@ -39,7 +39,7 @@ def operations(x: torch.Tensor, layout: SequenceLayout) -> list[torch.Tensor]:
         found += direct([given, given * 2], group, sizes)
     found += spar.all_to_all([x, x * 2], group, 2, 1, layout=layout)
     found.append(layout.gather(x, 1, "up"))
-    found += layout.all_gather([x, x - 1], 1)
+    found += layout.gather([x, x - 1], 1, backward="sum")
     found.append(spar.gather_forward_split_backward(x, group, 1, sizes))
     found.append(spar.mean_loss(x.sum(), 3, group))
     return found

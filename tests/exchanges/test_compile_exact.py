@@ -61,7 +61,7 @@ def by_layout(x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
     first, second = layout.reduce_scatter([there, x], 0)
     columns = spar.all_to_all([first, second], None, 1, 0, layout=layout)
     first, second = spar.all_to_all(columns, None, 0, 1, gather_size=2, scatter_layout=layout)
-    whole, again = layout.all_gather([first * 2, second], 0)
+    whole, again = layout.gather([first * 2, second], 0, backward="sum")
     return whole + again
 
 

@@ -21,7 +21,6 @@ from spar import SequenceLayout, data
 
 EXCHANGES: dict[str, Callable[[SequenceLayout, torch.Tensor, torch.Tensor], Any]] = {
     "SequenceLayout.gather": lambda layout, own, whole: layout.gather(own, 0),
-    "all_gather": lambda layout, own, whole: layout.all_gather([own, own], 0),
     "reduce_scatter": lambda layout, own, whole: layout.reduce_scatter(whole, 0),
     "SequenceLayout.halo": lambda layout, own, whole: layout.halo(own, 1, 0),
     "SequenceLayout.shift": lambda layout, own, whole: layout.shift(own, 1, 0),
@@ -98,8 +97,8 @@ def load_in_workers(rank: int, folder: Path) -> None:
     other.__setstate__(("even", (9,), (group.group_name, 3, 1)))
     assert other.sizes == (3, 3, 3) and other.index().tolist() == [3, 4, 5]
     with pytest.raises(ValueError, match="of 3 ranks"):
-        other.all_gather(torch.ones(3), 0)
-    assert_same(zigzag.all_gather(zigzag.index(), 0), torch.arange(11))
+        other.gather(torch.ones(3), 0)
+    assert_same(zigzag.gather(zigzag.index(), 0), torch.arange(11))
 
 
 def test_layouts_shard_in_workers_and_load_without_a_group(tmp_path: Path) -> None:

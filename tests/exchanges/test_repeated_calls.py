@@ -267,7 +267,7 @@ def check_repeated_layouts(rank: int, world: int, group: Group) -> None:
         for layout in [*made, packed([1] * total, group)]:
             x = whole[layout.index()]
             assert_same(spar.all_gather(x, group, layout=layout), whole)
-            assert_same(layout.all_gather(x, 0), whole)
+            assert_same(layout.gather(x, 0, backward="sum"), whole)
             assert_same(spar.all_gather([x, x], None, layout=layout)[1], whole)
             assert_same(layout.gather([x, x.int()[:, :0].float()], 0)[0], whole)
             assert_same(spar.reduce_scatter(whole, None, layout=layout), x * world)

@@ -69,7 +69,7 @@ def check_moves(layout: SequenceLayout, owners: list[int], rank: int) -> None:
         assert_same(whole.grad, joined(grads, owners, dim), layout)
         x = own.detach().requires_grad_()
         for exact in (False, True):
-            y = layout.all_gather(x, dim) if exact else layout.gather(x, dim, None)
+            y = layout.gather(x, dim, backward="sum") if exact else layout.gather(x, dim, None)
             assert_same(y.detach(), whole.detach(), layout)
             x.grad = None
             y.backward(uppers[rank])
@@ -266,6 +266,15 @@ def check_reduction_is_named(rank: int, world: int, group: Group) -> None:
             call(learned.detach(), 0)
             for scale in ("up", "down", None, 0.5):
                 call(learned, 0, scale).sum().backward()
+    with pytest.raises(ValueError, match='grad_scale is None; expected none with backward="sum"'):
+        layout.gather(own, 0, None, backward="sum")
+    with pytest.raises(ValueError, match='backward is \'mean\'; expected "slice" or "sum"'):
+        layout.gather(own, 0, backward="mean")  # type: ignore[call-overload]
+    if world == 1:
+        return
+    way: dict[str, Any] = {"grad_scale": None} if rank else {"backward": "sum"}
+    with pytest.raises(spar.MismatchError, match="in the gradient: summed on rank 0; recorded on rank 1"):
+        layout.gather(own.requires_grad_(), 0, **way)
 
 
 @pytest.mark.parametrize("world", [1, 2])

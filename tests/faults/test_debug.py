@@ -251,7 +251,7 @@ def test_debug_shows_who_is_missing_while_a_call_hangs(ranks: Ranks, tmp_path: P
 def check_ends(rank: int, world: int, group: Group) -> None:
     lengths = [4 * world] * 10
     layout = spar.SequenceLayout.packed(lengths, group)
-    layout.all_gather(torch.zeros(layout.sizes[rank], 2), 0)
+    layout.gather(torch.zeros(layout.sizes[rank], 2), 0, backward="sum")
     blocks = spar.debug(group).split("blocks: ")[1].splitlines()
     assert blocks[0] == str(10 * world)
     assert blocks[-1] == f"  and {10 * world - 20} more"

@@ -85,6 +85,20 @@ def use_former_names(rank: int, world: int, group: dist.ProcessGroup) -> None:
         assert "forward" not in vars(model)
 
 
+def use_all_gather(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    layout, x = spar.SequenceLayout.even(4, group), torch.rand(4 // world).requires_grad_()
+    with pytest.warns(DeprecationWarning, match=r'use SequenceLayout.gather\(backward="sum"\)') as caught:
+        y = layout.all_gather(x, 0)
+    assert caught[0].filename == __file__ and torch.equal(y, layout.gather(x, 0, backward="sum"))
+    y.backward(torch.full_like(y, rank + 1.0))
+    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.one_transport
+def test_former_gather_with_exact_gradients_warns_and_works(ranks: Ranks) -> None:
+    ranks(2, use_all_gather)
+
+
 def use_attend(rank: int, world: int, group: dist.ProcessGroup) -> None:
     layout, x = spar.SequenceLayout.even(4, group), torch.rand(1, 4 // world, 2, 8)
     kernels = [spar.attention(x, x, x, layout, kernel="blockwise")]

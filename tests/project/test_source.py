@@ -137,7 +137,7 @@ LAYOUT = {
     "SequenceLayout.positions": "self",
     "SequenceLayout.cu_seqlens": "self",
     "SequenceLayout.shard": "self, x, dim, grad_scale=NOT_GIVEN",
-    "SequenceLayout.gather": "self, x, dim, grad_scale=NOT_GIVEN",
+    "SequenceLayout.gather": "self, x, dim, grad_scale=NOT_GIVEN, backward='slice'",
     "SequenceLayout.all_gather": "self, x, dim",
     "SequenceLayout.reduce_scatter": "self, x, dim",
     "SequenceLayout.halo": "self, x, before, dim=1, after=0",

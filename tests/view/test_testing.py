@@ -46,7 +46,7 @@ class Model(nn.Module):
         if layout is not None:
             at = at if self.how == "positions" else layout.positions()
             split = self.how == "gather"
-            k, v = layout.gather([k, v], 1, None) if split else layout.all_gather([k, v], 1)
+            k, v = layout.gather([k, v], 1, None) if split else layout.gather([k, v], 1, backward="sum")
         mask = at[:, None] >= torch.arange(k.size(1))
         logits = self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

@@ -105,7 +105,12 @@ def layout_cases(name: str) -> list[Case]:
         way(indices, "index", lambda f, s, n: layout(s, n).index().clone(), where),
         way(split, "shard", lambda f, s, n, x: layout(s, n).shard(x, 1, None), where, scaled=False),
         way(gather, "gather", lambda f, s, n, x: layout(s, n).gather(x, 1, None), where, scaled=False),
-        way(exact_gather, "all_gather", lambda f, s, n, x: layout(s, n).all_gather(x, 1), where),
+        way(
+            exact_gather,
+            'gather backward="sum"',
+            lambda f, s, n, x: layout(s, n).gather(x, 1, backward="sum"),
+            where,
+        ),
         way(add, "reduce_scatter", lambda f, s, n, x: layout(s, n).reduce_scatter(x, 1), where),
     ]
 

@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
     def all_heads(self, state: Tensor, heads: int) -> Tensor:
         """Return the state of all heads, of which each rank has its own in dim 1 after `by_heads`."""
         sizes = tuple([share(heads, self.world, rank) for rank in range(self.world)])
-        return SequenceLayout("local", sizes, self.layout.group).all_gather(state, 1)
+        return SequenceLayout("local", sizes, self.layout.group).gather(state, 1, backward="sum")
 
     def convolve(self, fn: Callable[[Tensor], Tensor], x: Tensor, before: int, keeps_result: bool) -> Tensor:
         """Apply a causal function of `before` tokens and one more to [B, C, S_local].
