@@ -73,7 +73,7 @@ def divided(
     total: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Divide the sum of all ranks' losses by that of their counts, or by the total; tensors of `[1]`."""
-    factor = 1.0 if averaged_by is None else float(_size(averaged_by))
+    factor = 1.0 if averaged_by is None else float(_size(averaged_by, call.name))
     if factor != 1.0:
         call.note += f", averaged by {factor:g} ranks" if call.note else f"averaged by {factor:g} ranks"
     call.input = torch.stack([loss_sum.to(WIDE), count], 1)
@@ -96,9 +96,9 @@ def number_of(call: Arguments, name: str, count: Any) -> torch.Tensor:
 
 
 @constant
-def _size(averaged_by: Any) -> int:
+def _size(averaged_by: Any, name: str) -> int:
     """Return the number of ranks of a group, or of a mesh of any number of dims."""
     if getattr(averaged_by, "ndim", 1) != 1 and hasattr(averaged_by, "get_group"):
         size: int = averaged_by.size()
         return size
-    return place_of(process_group(averaged_by, "mean_loss")).world
+    return place_of(process_group(averaged_by, name, "averaged_by")).world

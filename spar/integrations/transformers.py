@@ -77,7 +77,7 @@ def shard(
     warn_deprecated("transformers.shard", "spar.parallelize(model, group), then model(**batch)", REMOVAL)
     own_group = layout.group if group is None and layout is not None else group
     real = process_group(own_group, "transformers.shard")
-    tokens = None if token_group is None else process_group(token_group, "transformers.shard")
+    tokens = None if token_group is None else process_group(token_group, "transformers.shard", "token_group")
     with _reported("transformers.shard", real, tokens):
         former = _former(_stock(model), real, "hybrid" if _is_hybrid(layout) else method)
         given = _with_positions(batch, layout)
@@ -102,7 +102,9 @@ def total_loss(loss: torch.Tensor, *, group: Group = None, token_group: Group = 
     """
     warn_deprecated("transformers.total_loss", "the loss itself", REMOVAL)
     real = process_group(group, "transformers.total_loss")
-    tokens = None if token_group is None else process_group(token_group, "transformers.total_loss")
+    tokens = (
+        None if token_group is None else process_group(token_group, "transformers.total_loss", "token_group")
+    )
     with _reported("transformers.total_loss", real, tokens):
         total = loss.detach().double()
         if tokens is None or not _contains(tokens, real):

@@ -18,7 +18,7 @@ from .._exchange.together import entries, exchange_together
 from .._exchange.work import Work
 from ..sequence_layout import SequenceLayout, checked_numbers
 from ..sizes import share, totals_of_share
-from ..topology.resolve import Group
+from ..topology.resolve import Group, process_group as resolved
 
 Layouts = SequenceLayout | Sequence[SequenceLayout | None] | None
 
@@ -131,7 +131,7 @@ def all_to_all(
         if process_group is not None:
             with Arguments("all_to_all", input_, process_group) as call:  # type: ignore[arg-type]
                 raise TypeError(f"{call.where}: process_group and group are passed; expected one of them")
-        process_group = group
+        process_group = resolved(group, "all_to_all", "group")
     if process_group is None and (layout is not None or scatter_layout is not None):
         process_group = _group_of(layout, scatter_layout)
     dims, split = (scatter_dim, gather_dim, gather_size), None

@@ -143,7 +143,7 @@ def check_errors(rank: int, world: int, group: Group) -> None:
             spar.rank_seed(seed, group),  # type: ignore[arg-type]
         ):
             raise AssertionError
-    with pytest.raises(TypeError, match="process_group is 3"), spar.rank_seed(1, 3):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group is 3"), spar.rank_seed(1, 3):  # type: ignore[arg-type]
         raise AssertionError
 
 

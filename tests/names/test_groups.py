@@ -43,6 +43,17 @@ def check_group_arguments(rank: int, world: int, group: Group) -> None:
         spar.all_to_all(torch.zeros(2, 2), 2, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"process_group is \(1, 2\) \(a tuple\)"):
         spar.all_to_all(torch.zeros(2, 2), (1, 2), 1)  # type: ignore[arg-type]
+    one = torch.zeros(())
+    wrong: dict[str, Callable[[Any], Any]] = {
+        "all_to_all: group is": lambda wrong: spar.all_to_all(torch.zeros(2, 2), group=wrong),
+        "all_gather: group is": lambda wrong: spar.all_gather(one[None], wrong),
+        "mean_loss: averaged_by is": lambda wrong: spar.mean_loss(one, 1, averaged_by=wrong),
+    }
+    for text, call in wrong.items():
+        for value in (0.5, "no-such-group", plane):
+            if value is not plane or "averaged_by" not in text:  # whose meshes may have many dims
+                with pytest.raises((TypeError, ValueError), match=text):
+                    call(value)
     inner = dist.new_group([0, 1])
     if rank > 1:
         with pytest.raises(ValueError, match=f"global rank {rank} is not among its ranks"):

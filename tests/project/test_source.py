@@ -29,6 +29,7 @@ import spar.testing
 import spar.utils
 from spar import _C
 from spar._exchange import layouts
+from spar.topology.resolve import OF_MINDSPEED_MM
 
 pytestmark = [pytest.mark.spread, pytest.mark.quick]
 
@@ -237,6 +238,12 @@ def test_signatures(module: ModuleType, table: dict[str, str]) -> None:
         assert ", ".join(map(str, plain)) == expected, name
     functions = {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
     assert functions == {name for name in table if inspect.isfunction(getattr(module, name, None))}
+
+
+def test_errors_name_the_group_as_the_function_does() -> None:
+    """Functions of MindSpeed-MM call it process_group, all others group."""
+    table = {name: re.findall(r"\w+", text) for _, each in TABLES.values() for name, text in each.items()}
+    assert {name for name, arguments in table.items() if "process_group" in arguments} == OF_MINDSPEED_MM
 
 
 @pytest.mark.parametrize(("module", "table"), TABLES.values(), ids=TABLES)
