@@ -105,7 +105,7 @@ def measure(count: int, number: int, group: dist.ProcessGroup) -> None:
     loops = loop(exchange)
     if dist.get_rank():
         return
-    print(f"beside {count} busy processes:")
+    print(f"next to {count} busy processes:")
     for state, samples in by_state(calls).items():
         print(f"  2 KB, {state}: {len(samples)} calls, {text_of(slowest(samples))}")
     print(f"  2 KB, all: {text_of(slowest(calls))}")

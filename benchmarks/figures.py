@@ -84,7 +84,7 @@ PARTS = (
     Part(
         "windows",
         "Windows",
-        "Causal attention to the newest 512 keys, beside attention to all and beside a mask of booleans.",
+        "Causal attention to the newest 512 keys, next to attention to all and next to a mask of booleans.",
         2,
         (*WINDOW, "--seconds", "2", "--out", "{folder}/windows"),
     ),
@@ -92,7 +92,7 @@ PARTS = (
         Part(
             f"hybrid-{ranks}",
             f"Linear attention, {ranks} ranks",
-            "A layer's exchanges beside the usual code over gloo, without convolution and recurrence.",
+            "A layer's exchanges next to the usual code over gloo, without convolution and recurrence.",
             ranks,
             ("benchmarks/hybrid.py", "--turns", "9"),
             runs=3,
@@ -126,7 +126,7 @@ PARTS = (
     Part(
         "hosts",
         "Between hosts",
-        "Two hosts of two ranks, which are network namespaces of this machine, beside the usual code.",
+        "Two hosts of two ranks, which are network namespaces of this machine, next to the usual code.",
         0,
         ("benchmarks/hosts.py",),
     ),
@@ -144,7 +144,7 @@ PARTS = (
         Part(
             f"busy-{ranks}",
             f"Other work on the cores, {ranks} ranks",
-            "Small calls and gathers beside processes that only compute, by the cores on which ranks run.",
+            "Small calls and gathers next to processes that only compute, by the cores on which ranks run.",
             ranks,
             ("benchmarks/busy.py", *numbers),
         )
@@ -161,7 +161,7 @@ PARTS = (
         Part(
             f"mpi-{ranks}",
             f"MPI, {ranks} ranks",
-            "all_to_all beside permute and `Alltoall` of MPICH.",
+            "all_to_all next to permute and `Alltoall` of MPICH.",
             0,
             ("mpiexec", "-n", str(ranks), "{python}", "benchmarks/mpi_bench.py"),
         )
@@ -171,7 +171,7 @@ PARTS = (
 
 
 def command_of(part: Part, run: int) -> list[str]:
-    """Return the command line, whose first word is a program beside this Python."""
+    """Return the command line, whose first word is a program next to this Python."""
     programs = Path(sys.executable).parent
     known = {"folder": str(FOLDER / f"{part.name}.{run}"), "python": sys.executable}
     words = [word.format(**known) for word in part.command]

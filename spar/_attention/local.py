@@ -194,7 +194,7 @@ def by_graph_op(
     def compute(tensors: Tensors, request: Request) -> Outs:
         if request.bias is not None or problem.dropout_p:
             name, value = ("dropout_p", problem.dropout_p) if request.bias is None else ("bias", "a function")
-            raise problem.error(name, f"{value} in compiled code, beside spans or a window", "none")
+            raise problem.error(name, f"{value} in compiled code, with spans or a window", "none")
         left, right = problem.window or (None, None)
         sides = (-1 if left is None else left, -1 if right is None else right)
         description = Description(

@@ -40,7 +40,7 @@ class BatchParts:
         """Return the parts of a batch. batch: a forward's arguments by their names.
 
         Raises:
-            ValueError: labels are given beside a mask of which the model's loss knows nothing, or a layout is
+            ValueError: labels are given with a mask of which the model's loss knows nothing, or a layout is
                 not one of the model's group.
         """
         own = self.usual
@@ -48,7 +48,7 @@ class BatchParts:
         if mask is not None and mask.layout is not None:
             if batch.get("labels") is not None:
                 raise ValueError(
-                    f"{self._where}: labels are given beside the mask of a prefix tree, of whose places the "
+                    f"{self._where}: labels are given with the mask of a prefix tree, of whose places the "
                     "model's loss would be the mean; expected no labels: pass the logits and "
                     "tree.shard_labels() to spar.token_logprobs"
                 )
@@ -115,7 +115,7 @@ def check_read(view: View, model: nn.Module, batch: dict[str, Any]) -> None:
         return
     if batch.get("position_ids") is None:
         raise ValueError(
-            "position_ids are not given beside the mask of a prefix tree, so the model numbers tokens by "
+            "position_ids are not given with the mask of a prefix tree, so the model numbers tokens by "
             "their places; expected tree.position_ids, as in tree.batch()"
         )
     if not _takes_positions(frozenset(type(module) for module in model.modules())):

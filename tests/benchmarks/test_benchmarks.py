@@ -151,7 +151,7 @@ def test_busy_processes_compute_and_end() -> None:
 def test_bench_runs_beside_busy_processes(tmp_path: Path) -> None:
     launch(bench, 2, tmp_path, "--busy", "2", *QUICKEST, "--out", str(tmp_path / "bench"))
     title = (tmp_path / "table.0").read_text().splitlines()[-1]
-    assert ", beside 2 busy processes on each host, " in title
+    assert ", next to 2 busy processes on each host, " in title
 
 
 def time_beside_busy_processes(folder: Path) -> None:
@@ -167,7 +167,7 @@ def test_calls_are_timed_beside_busy_processes(tmp_path: Path) -> None:
     launch(time_beside_busy_processes, 2, tmp_path)
     lines = (tmp_path / "lines.0").read_text()
     assert lines.count("  2 KB, several cores: ") == lines.count("  loop: ") == 2
-    assert "beside 1 busy processes:" in lines and not (tmp_path / "lines.1").read_text()
+    assert "next to 1 busy processes:" in lines and not (tmp_path / "lines.1").read_text()
 
 
 def test_attention_bench_times_every_way(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ HEAD = f"""# All models of transformers
 
 [`spar.parallelize`](any-model.md) ran each type in the registries of language models, of multimodal models
 and of speech recognition of transformers {transformers.__version__}: a small model with random weights on
-{WORLD} ranks, beside one process. The batch has 2 rows of {LENGTH} tokens, one of them padded on its right;
-[multimodal](multimodal.md) types have an image or sound in each row, beside 17 tokens of text. The loss, the
+{WORLD} ranks, next to one process. The batch has 2 rows of {LENGTH} tokens, one of them padded on its right;
+[multimodal](multimodal.md) types have an image or sound in each row, with 17 tokens of text. The loss, the
 outputs and each gradient, averaged over the ranks, are **right** if no error exceeds 1e-4 of their largest
 element. Weights are float64, or float32 where the code of a type requires it.
 

@@ -36,7 +36,7 @@ TASKS = {
     "token": Task("Token classification", "TOKEN_CLASSIFICATION"),
     "masked": Task("Masked language models", "MASKED_LM"),
     "seq2seq": Task("Encoder-decoders", "SEQ_TO_SEQ_CAUSAL_LM"),
-    "multimodal": Task("Images, video and sound beside text", "MULTIMODAL_LM"),
+    "multimodal": Task("Images, video and sound with text", "MULTIMODAL_LM"),
     "speech": Task("Speech recognition", "SPEECH_SEQ_2_SEQ"),
 }
 TOWERS = ("multimodal", "speech")  # whose batches have images or sound

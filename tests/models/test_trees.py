@@ -308,11 +308,11 @@ def check_refused(rank: int, world: int, group: Group) -> None:
         with pytest.raises(ValueError, match="all layers of the MambaForCausalLM ignore"):
             model(**batch, use_cache=False)
     model, _ = pair(maker("llama"), group)
-    with pytest.raises(ValueError, match="labels are given beside the mask of a prefix tree"):
+    with pytest.raises(ValueError, match="labels are given with the mask of a prefix tree"):
         model(**batch, labels=batch["input_ids"], use_cache=False)
     with pytest.raises(ValueError, match="must be 2D"):
         model.generate(**batch, max_new_tokens=2)
-    with pytest.raises(ValueError, match="position_ids are not given beside the mask of a prefix tree"):
+    with pytest.raises(ValueError, match="position_ids are not given with the mask of a prefix tree"):
         model(batch["input_ids"], batch["attention_mask"], use_cache=False)
     few = PrefixTree([[1]], group).trees[0]
     with pytest.raises(ValueError, match="the prefix tree has 1 tokens; expected at least 2, one for each"):

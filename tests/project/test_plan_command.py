@@ -399,7 +399,7 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main([*given, "--device-memory", "0.5"]) == 0
         assert re.search(rf"fits in .* +\w+ +{fits} +yes", capsys.readouterr().out)
     assert main([*given, "--heads", "4"]) == 2
-    assert "--heads is passed beside --model" in capsys.readouterr().err
+    assert "--heads is passed with --model" in capsys.readouterr().err
     for name, value in (("model_type", "gpt2"), ("model_type", ["llama"]), ("vocab_size", "many")):
         (tmp_path / "other.json").write_text(json.dumps(config | {name: value}))
         assert main([*given[:-3], str(tmp_path / "other.json")]) == 2

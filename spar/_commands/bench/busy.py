@@ -39,4 +39,4 @@ def busy_processes(count: int) -> Iterator[list[int]]:
 
 def beside(count: int) -> str:
     """Return the part of a title that reports them: "", or a text that begins with a comma."""
-    return f", beside {count} busy process{'es' * (count > 1)} on each host" if count else ""
+    return f", next to {count} busy process{'es' * (count > 1)} on each host" if count else ""

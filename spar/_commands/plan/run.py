@@ -133,7 +133,7 @@ def _model_of(args: Namespace) -> Model | None:
         return None
     if passed:
         name = passed[0].replace("_", "-")
-        raise UsageError(f"--{name} is passed beside --model, which has it; expected one of them")
+        raise UsageError(f"--{name} is passed with --model, which has it; expected one of them")
     model = read_model(args.model)
     for name in OF_MODEL:
         setattr(args, name, getattr(model, name))
