@@ -269,9 +269,9 @@ def check_layout_arguments(rank: int, world: int, group: Group) -> None:
         with pytest.raises((TypeError, ValueError)) as caught:
             make(*arguments, group)
         assert text in str(caught.value), caught.value
-    with pytest.raises(TypeError, match=r"SequenceLayout.even: process_group is 3"):
+    with pytest.raises(TypeError, match=r"SequenceLayout.even: group is 3"):
         layout.even(6, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="process_group is 'nothing'; expected the name of a group"):
+    with pytest.raises(ValueError, match="group is 'nothing'; expected the name of a group"):
         layout.even(6, "nothing")
     with pytest.raises(TypeError, match="hybrid: state is 3; expected a ParallelState or None"):
         layout.hybrid(8, 3)  # type: ignore[arg-type]
