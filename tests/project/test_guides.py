@@ -56,7 +56,7 @@ COMPILED_ONLY = {
     ("evaluation.md", 1): "a model of transformers: tests/models/test_evaluation.py runs this block",
     ("evaluation.md", 2): "generates by a model of transformers: tests/models/test_evaluation.py",
     ("evaluation.md", 5): "saves a model of transformers: tests/models/test_evaluation.py",
-    ("meshes.md", 1): "a model of transformers: tests/models/test_meshes.py makes these calls",
+    ("meshes.md", 1): "a model of transformers: tests/models/test_model_meshes.py makes these calls",
     ("meshes.md", 2): "a stage of a pipeline: tests/view/test_view_meshes.py",
     ("several-nodes.md", 0): "initializes the process group, which the ranks have",
     ("several-nodes.md", 4): "starts processes, by the function that the block before it writes to a file",
