@@ -118,13 +118,14 @@ static PyObject *mode_torch_function(PyObject *self, PyObject *const *given, Py_
     if (count > KWARGS && given[KWARGS] != Py_None && !PyDict_Check(given[KWARGS]))
         return PyErr_Format(PyExc_TypeError, "kwargs: %R, not a dict", given[KWARGS]);
     int has_kwargs = count > KWARGS && given[KWARGS] != Py_None && PyDict_Size(given[KWARGS]);
+    int has_out = has_kwargs && PyDict_GetItemString(given[KWARGS], "out"); /* a tensor that it writes */
     PyObject *func = given[FUNC], *out = NULL;
     PyObject *args = count > ARGS ? Py_NewRef(given[ARGS]) : PyTuple_New(0);
     PyObject *kwargs = has_kwargs ? Py_NewRef(given[KWARGS]) : NULL;
     spar_call_key key = {0};
     if (args && spar_py_call_key(uses, func, args, kwargs, &key) == 0 &&
         note_call((mode_object *)self, uses, func, &key) == 0) {
-        PyObject *known = find((mode_object *)self, uses, func, &key);
+        PyObject *known = has_out ? NULL : find((mode_object *)self, uses, func, &key);
         if (known && known != Py_None)
             out = run_known(self, uses, known, &args, &kwargs);
         else if (known)

@@ -124,18 +124,19 @@ class Shards:
                 self.known[key] = parts
         places = iter(parts)
         made: dict[int, Tensor] = {}  # a block may compare two arguments by identity
+        own = tuple([self._entry(x, places, made) for x in args])
+        return own, {name: self._entry(x, places, made) for name, x in kwargs.items()}
 
-        def sharded(x: Any) -> Any:
-            if type(x) is tuple:
-                return tuple([sharded(entry) for entry in x])
-            part = next(places, None) if isinstance(x, Tensor) else None
-            if part is None:
-                return x
-            if id(x) not in made:
-                made[id(x)] = self.view.shard(x, part)
-            return made[id(x)]
-
-        return tuple([sharded(x) for x in args]), {name: sharded(x) for name, x in kwargs.items()}
+    def _entry(self, x: Any, places: Iterator[Part | None], made: dict[int, Tensor]) -> Any:
+        """Return what a block receives for x. A closure that calls itself would keep `made`."""
+        if type(x) is tuple:
+            return tuple([self._entry(entry, places, made) for entry in x])
+        part = next(places, None) if isinstance(x, Tensor) else None
+        if part is None:
+            return x
+        if id(x) not in made:
+            made[id(x)] = self.view.shard(x, part)
+        return made[id(x)]
 
     def _parts(self, args: Any, kwargs: Any) -> tuple[Part | None, ...]:
         """Return the part that is made of each tensor, in order; none if all stay."""

@@ -110,7 +110,7 @@ class Function:
     def written(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors among a call's arguments that it writes."""
         found: list[Tensor] = []
-        for position, name in self.writes:
+        for position, name in (*self.writes, (len(args), "out")):
             given = args[position] if position < len(args) else kwargs.get(name)
             found += [x for x in tensors_in(given) if not any(x is known for known in found)]
         return found

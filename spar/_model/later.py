@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .aliases import Aliases
 from .functions import Function
+from .memory import version_of
 from .nested import changed, tensors_in
 from .part import Parts, mark, part_of
 from .tile_parts import NotByToken, TileParts
-from .tiled_call import TiledCall, inputs_of
+from .tiled_call import Autocast, TiledCall, inputs_of
 from .tiled_sum import TiledSum
 from .view import current_view, without_view
 from .waiting import LATER, computed, later_of
@@ -42,17 +44,32 @@ class LaterParts(TileParts):
 
 
 class Later:
-    """What a module and functions of its result will return.
+    """What a module, or a function of its result, will return.
 
     call: of the module, whose forward it postpones. run: computes the module's result in the view, at once.
     inputs: the tensors among the arguments of `call`.
+    before, function: if it is a function's result, of what.
     """
 
-    def __init__(self, call: TiledCall, run: Callable[[], Any], inputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        call: TiledCall,
+        run: Callable[[], Any],
+        inputs: list[Tensor],
+        before: Later | None = None,
+        function: Callable[[Tensor], Any] | None = None,
+        read: list[Tensor] | None = None,
+    ) -> None:
         self.call, self.run, self.inputs = call, run, inputs
-        self.functions: tuple[Callable[[Tensor], Any], ...] = ()
-        self.is_used: list[bool] = []  # by a loss: shared with what begins like it
+        self.before, self.function = before, function
+        self.is_used: list[bool] = before.is_used if before else []  # by a loss
+        # What began alike, by its id, in an order in which all ranks compute it.
+        self.family: WeakValueDictionary[int, Later] = before.family if before else WeakValueDictionary()
+        self.family[id(self)] = self
         self.value: Tensor | None = None
+        module, read = call.module, read or []
+        tensors = read if before else [*inputs, *module.parameters(), *module.buffers()]
+        self.versions = [(x, version_of(x)) for x in tensors]
 
     def begin(self) -> Tensor | None:
         """Return what stands for the result; None where there is no such. Call it outside of the view."""
@@ -70,41 +87,52 @@ class Later:
         self.call.view.has_later = True
         return empty
 
-    def then(self, function: Callable[[Tensor], Any], empty: Tensor) -> Tensor:
-        """Return what stands for a function's result, which is `empty` without tokens."""
-        after = Later(self.call, self.run, self.inputs)
-        after.functions, after.is_used = (*self.functions, function), self.is_used
-        return after._standing(empty)
-
     def compute(self) -> Tensor:
-        """Compute all of this rank's tokens, in the view."""
+        """Compute all of this rank's tokens, in the view, with a graph wherever that is."""
         if self.value is None:
             view = self.call.view
             if current_view() is not view:
                 with view:
                     return self.compute()
+            self._check_unchanged()
             before, view.may_wait = view.may_wait, False
             try:
-                out = self.run()
-                for function in self.functions:
-                    out = function(out)
+                with torch.inference_mode(False), torch.enable_grad(), self.call.autocast:
+                    if self.before is None or self.function is None:
+                        self.value = self.run()
+                    else:
+                        self.value = self.function(self.before.compute())
             finally:
                 view.may_wait = before
-            self.value = out
-        return self.value
+        return cast(Tensor, self.value)
+
+    def _check_unchanged(self) -> None:
+        if any(version_of(x) != version for x, version in self.versions):
+            raise self.call.view.error(
+                type(self.call.module).__name__,
+                "is computed where its result is read, and what it reads was changed in place since",
+                "change a clone, or parallelize the model without tile",
+            )
+
+    def _functions(self) -> list[Callable[[Tensor], Any]]:
+        """Return those of the module's result whose result this is."""
+        self._check_unchanged()
+        if self.before is None or self.function is None:
+            return []
+        return [*self.before._functions(), self.function]
 
     def summed(self, loss: Callable[[Tensor, Tensor], Tensor], target: Tensor) -> Tensor:
         """Return the sum of this rank's losses, computed on tiles. loss: returns the sum of some tokens'."""
-        call = self.call
+        call, functions = self.call, self._functions()
 
         def run(arguments: Any, target: Tensor) -> Tensor:
             out = call.run(*arguments[0], **arguments[1])
-            for function in self.functions:
+            for function in functions:
                 out = function(out)
-            with without_view():
+            with without_view(), autocast:
                 return loss(out, target)
 
-        arguments = call.with_inputs(self.inputs)
+        arguments, autocast = call.with_inputs(self.inputs), Autocast(target.device.type)
         self.is_used.append(True)
         call.view.report.add_tiled(f"{type(call.module).__name__} and the loss", call.module, "")
         of_loss = TiledSum(call.view, run, call.module, (arguments, target), {}, call.size)
@@ -123,25 +151,35 @@ class Later:
         def with_in_place(y: Tensor) -> Any:
             return changed(lambda z: y if z is x else z, (args, kwargs))
 
-        if function.name in _LOSSES and args and args[0] is x:
+        if function.written(args, kwargs):  # what else began like this is to share the change, or to lack it
+            for each in [*self.family.values()]:
+                each.compute()
+        may_wait = self.value is None and torch.is_grad_enabled()
+        if may_wait and function.name in _LOSSES and args and args[0] is x:
             twin = mark(x.view_as(x), self.call.base.part(part.dim, part.lengths, part.outer, part.inner))
             setattr(twin, LATER, self)
-            return view._call(None, True, func, *with_in_place(twin))
+            twins = with_in_place(twin)
+            plan = view._planned(function, func, *twins)
+            if plan is not None and plan.run is not None:  # it calls `summed`
+                return view._call(None, True, func, *twins)
         others = [y for y in inputs_of(args, kwargs) if y is not x]
-        if not (function.writes or any(y.requires_grad or part_of(y) is not None for y in others)):
+        if may_wait and not any(y.requires_grad or part_of(y) is not None for y in others):
             with contextlib.suppress(NotByToken):
                 with view.on_tile(part.parts, Aliases(), view._place), torch.enable_grad():
                     out = func(*args, **kwargs)
-                if not tensors_in(out):  # as a shape
+                if out is x or not tensors_in(out):  # as of a cast to its own dtype; as a shape
                     return out
                 of_out = part_of(out)
                 if of_out is not None and of_out.parts is part.parts and out.requires_grad:
+                    autocast = Autocast(x.device.type)
 
                     def again(y: Tensor) -> Any:
                         args, kwargs = with_in_place(y)
-                        return func(*args, **kwargs)
+                        with autocast:
+                            return func(*args, **kwargs)
 
-                    return self.then(again, out)
+                    after = Later(self.call, self.run, self.inputs, self, again, others)
+                    return after._standing(out)
         with view:
             args, kwargs = computed((args, kwargs))
             return func(*args, **kwargs)

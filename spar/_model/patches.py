@@ -326,7 +326,7 @@ def _reentrant(view: View, apply: Callable[..., Any], function: Callable[..., An
 
     def run(*again: Any) -> Any:
         each = iter(parts)
-        out = function(*changed(lambda x: mark(x, next(each)), again))
+        out = computed(function(*changed(lambda x: mark(x, next(each)), again)))
         of_outputs[:] = [part_of(x) for x in tensors_in(out)]
         return out
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -47,10 +47,11 @@ class TiledCall:
         self.parts = [part_of(x) for x in inputs]
         first = next(part for part in self.parts if part is not None)
         self.lengths, self.held = first.lengths, first.held
-        self.autocast = _Autocast(inputs[0].device.type)
+        self.autocast = Autocast(inputs[0].device.type)
         empty = {id(x): torch.empty(0, device="meta") for x in inputs}
         self.places = {id(empty[id(x)]): place for place, x in enumerate(inputs)}
         self.arguments = changed(lambda x: empty[id(x)], (args, kwargs))
+        self.modes = [inner.training for inner in module.modules()]
         self.results: Any = None  # without elements
         self.of_results: list[Part] = []
 
@@ -91,6 +92,22 @@ class TiledCall:
         named = {name: x for each, x in zip(names, weights, strict=True) for name in each}
         found: AbstractContextManager[None] = _reparametrize_module(self.module, named)
         return found
+
+    @contextmanager
+    def as_in_forward(self, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Let the module have the buffers of its forward, and the modes, as backward runs it again."""
+        modules = [*self.module.modules()]
+        before = [inner.training for inner in modules]
+        try:
+            for inner, mode in zip(modules, self.modes, strict=True):
+                inner.training = mode
+            with _reparametrize_module(
+                self.module, dict(zip(_buffers_of(self.module), buffers, strict=True))
+            ):
+                yield
+        finally:
+            for inner, mode in zip(modules, before, strict=True):
+                inner.training = mode
 
     def run_tile(self, tensors: list[Tensor], tile: TileParts, place: bytes | None) -> Any:
         """Run on what `tile` returned; call it outside of the view. place: as that of `View.on_tile`."""
@@ -136,9 +153,13 @@ class TiledCall:
         return self.base.part(tile.dim, tile.lengths, tile.outer, tile.inner)
 
     def gradients(
-        self, tensors: Sequence[Tensor], needs: Sequence[bool], given: Sequence[Tensor | None]
+        self, saved: Sequence[Tensor], needs: Sequence[bool], given: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients of inputs and parameters, by those of the results, in backward."""
+        """Return the gradients of inputs and parameters, by those of the results, in backward.
+
+        saved: inputs, parameters and buffers.
+        """
+        tensors, buffers = saved[: len(needs)], saved[len(needs) :]
 
         def of_tile(results: list[Tensor], start: int, size: int) -> list[tuple[Tensor, Tensor]]:
             return [
@@ -147,7 +168,7 @@ class TiledCall:
                 if gradient is not None and x.requires_grad
             ]
 
-        with reentered(self.view, self.base), without_view():
+        with reentered(self.view, self.base), without_view(), self.as_in_forward(buffers):
             return self.differentiated(tensors, needs, self.view._place, of_tile).result()
 
     def differentiated(
@@ -187,7 +208,7 @@ class _ByTile(torch.autograd.Function):
     def forward(ctx: Any, call: TiledCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         found = call.joined(list(tensors[: len(call.parts)]))
         ctx.call = call
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, *_buffers_of(call.module).values())
         ctx.mark_non_differentiable(*[x for x in found if not (x.is_floating_point() or x.is_complex())])
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -242,7 +263,7 @@ class _Unchanged(Aliases):
         return super().write(x)
 
 
-class _Autocast:
+class Autocast:
     """Enters autocast as it is where this is made.
 
     Casts are not kept: those of a forward, without a graph, would be found by code that records one.
@@ -288,12 +309,16 @@ def inputs_of(args: Any, kwargs: Any) -> list[Tensor]:
     return [*{id(x): x for x in tensors_in(args, kwargs)}.values()]
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value has no objects but tensors, numbers, texts, dtypes and devices."""
+def is_plain(value: Any, may_change: bool = True) -> bool:
+    """Whether a value has no objects but tensors, numbers, texts, dtypes and devices.
+
+    may_change: whether it may be lists and dicts, which code that receives them can change.
+    """
     if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+        return may_change and all(map(is_plain, value.values()))
     if isinstance(value, (tuple, list)):
-        return all(map(is_plain, value))
+        is_kept = may_change or isinstance(value, tuple)
+        return is_kept and all(is_plain(entry, may_change) for entry in value)
     kinds = Tensor, int, float, str, torch.dtype, torch.device
     return value is None or isinstance(value, kinds)
 
@@ -304,6 +329,10 @@ def named_parameters(module: nn.Module) -> dict[Tensor, list[str]]:
     for name, weight in module.named_parameters(remove_duplicate=False):
         found.setdefault(weight, []).append(name)
     return found
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(remove_duplicate=False))
 
 
 def _cut(x: Tensor, part: Part, start: int, size: int) -> Tensor:

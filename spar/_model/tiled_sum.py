@@ -47,5 +47,6 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(f"{ctx.module} {AGAIN}")
-        found = [None if x is None else x * given for x in ctx.saved_tensors]
+        # The factor of a mean is infinite where all targets are ignored, whose gradients are zeros.
+        found = [None if x is None else x * torch.where(x.any(), given, 0) for x in ctx.saved_tensors]
         return None, *in_dtypes(found, ctx.kinds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class TiledModule:
         if not parts or not all(_is_like(part, parts[0]) for part in parts):
             return False
         first = parts[0]
-        if first.parts is not view.parts or not is_plain((args, kwargs)):
+        if first.parts is not view.parts or not is_plain((*args, *kwargs.values()), may_change=False):
             return False
         if first.held <= self.size and max(first.sizes) <= self.size:
             return False
@@ -218,16 +219,26 @@ def _memory(x: Tensor) -> int:
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Raise if code changes attributes of modules, which a run on one tile is not to do; restore them."""
-    before = [(inner, {**vars(inner)}, {**inner._buffers}) for inner in module.modules()]
+    """Raise if code changes attributes of modules, which a run on one tile is not to do; restore them.
+
+    Those that are lists, dicts and sets have to keep their entries, too.
+    """
+    before: list[tuple[str, Any, Any]] = []
+    for inner in module.modules():
+        held = [(name, x) for name, x in vars(inner).items() if isinstance(x, (dict, list, set))]
+        before += [(name, x, copy(x)) for name, x in (*held, ("", vars(inner)))]
     yield
     changed: set[str] = set()
-    for inner, attributes, buffers in before:
-        for now, then in ((vars(inner), attributes), (inner._buffers, buffers)):
-            names = {name for name in now.keys() | then.keys() if now.get(name) is not then.get(name)}
-            for name in names:
-                now.pop(name, None)
-            now.update({name: then[name] for name in names & then.keys()})
-            changed |= names
+    for name, now, then in before:
+        found, expected = _entries(now), _entries(then)
+        keys = {key for key in found.keys() | expected.keys() if found.get(key) is not expected.get(key)}
+        if keys:
+            now.clear()
+            now.extend(then) if isinstance(now, list) else now.update(then)
+            changed |= {name} if name else keys
     if changed:
         raise NotByToken(f"changes its attribute {min(changed)}")
+
+
+def _entries(x: Any) -> dict[Any, Any]:
+    return x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else dict.fromkeys(x)

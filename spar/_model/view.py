@@ -175,6 +175,7 @@ class View(Mode, TorchFunctionMode):
         function, given = function_of(func), kwargs
         if sharded and self.has_later and (x := waiting_in(self.parts, args, kwargs)) is not None:
             return later_of(x).called(x, function, func, args, kwargs)
+        key = None if self.parts.is_later else key  # or `Mode` would run it on what only stands for a result
         if kwargs:
             args, kwargs = function.bind(args, kwargs)
         was_bound = kwargs is not given
@@ -183,7 +184,7 @@ class View(Mode, TorchFunctionMode):
         if is_collective(func):  # `collectives` receives its call of a group
             with self:
                 return body_of(func)(*args, **kwargs)
-        if function.writes or self._aliases.any_stale:
+        if function.writes or "out" in kwargs or self._aliases.any_stale:
             self._check_written(function, args, kwargs)
         if func in _GRADIENTS and self._aliases.any_slice:
             raise self.error(

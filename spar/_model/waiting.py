@@ -32,10 +32,10 @@ def computed(value: Any) -> Any:
 
 
 def unless_used(value: Any) -> Any:
-    """Return a model's output with None in place of what a loss has used; all else is computed."""
+    """Return a model's output with None in place of what only a loss has used; all else is computed."""
 
     def now(x: Tensor) -> Tensor | None:
         later = later_of(x)
-        return x if later is None else None if later.is_used else later.compute()
+        return x if later is None else later.value if later.is_used else later.compute()
 
     return changed(now, value)

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import Ranks
 from helpers import llms
 from helpers.averages import gradients
@@ -18,6 +21,7 @@ from helpers.llms import VOCABULARY, adapted, maker, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import spar
 
@@ -169,6 +173,103 @@ def test_logits(pool: Ranks) -> None:
     pool(2, check_logits)
 
 
+class Head(nn.Module):
+    """A norm and a head behind a layer, and a loss that a test passes."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.ModuleList([nn.Linear(8, 8)]), loss
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head, self.norm(self.layers[0](x)), labels)
+
+
+def of_mean(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def changed_in_place(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    rows, doubled = logits.flatten(0, 1), logits * 2
+    logits[..., 5] = -3.0
+    logits.div_(2)
+    return of_mean(logits, labels) + of_mean(doubled, labels) + F.cross_entropy(rows, labels.flatten())
+
+
+def without_gradients(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    with torch.no_grad():
+        scaled, right = logits * 3, (logits.argmax(-1) == labels).double().mean()
+    return (
+        of_mean(logits, labels) + (scaled * x.sum(-1, keepdim=True)).mean() + right * logits.square().mean()
+    )
+
+
+def hooked(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return of_mean(logits, labels)
+
+
+def used_often(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    each = of_mean(logits, labels, reduction="none")
+    weighted = of_mean(logits, labels, weight=torch.linspace(0.1, 1, VOCABULARY, dtype=x.dtype))
+    return of_mean(logits, labels) + of_mean(logits * 2, labels, reduction="sum") + each.mean() + weighted
+
+
+def all_ignored(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return of_mean(head(x), torch.full_like(labels, -100))
+
+
+def checkpointed(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return of_mean(checkpoint(head, x, use_reentrant=True), labels)
+
+
+def input_changed(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head.requires_grad_(False)(x)
+    x.mul_(2)
+    return of_mean(logits, labels)
+
+
+LOSSES = changed_in_place, without_gradients, hooked, used_often, all_ignored, checkpointed
+
+
+def check_losses(rank: int, world: int, group: Group) -> None:
+    """Whatever a model does with logits, results are as in one process, or an error."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(2, 23, 8, dtype=torch.float64), torch.arange(46).view(2, 23)
+    labels[:, :3] = -100
+    one = Head(hooked).double()
+    for loss in LOSSES:
+        one.loss, results = loss, []
+        tiled = copy.deepcopy(one)
+        spar.parallelize(tiled, group, blocks=["layers.*"], tile=4)
+        for model in (one, tiled):
+            model.zero_grad()
+            out = model(x, labels)
+            out.backward()
+            results.append([out.detach(), *gradients(model, group)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, equal_nan=True, msg=loss.__name__)
+    tiled.loss = input_changed
+    with pytest.raises(RuntimeError, match="what it reads was changed in place since"):
+        tiled(x, labels)
+    tiled.loss = lambda head, x, labels: of_mean(head.requires_grad_()(x).double(), labels)
+    gc.collect()
+    gc.disable()
+    hidden = []
+    tiled.norm.register_forward_hook(lambda *given: hidden.append(weakref.ref(given[2])))
+    tiled(x, labels)
+    gc.enable()
+    assert hidden[0]() is None
+
+
+def test_uses_of_logits(pool: Ranks) -> None:
+    pool(2, check_losses)
+
+
 class Layer(nn.Module):
     """A layer whose parts must not run on tiles, each for another reason, but for one."""
 
@@ -180,6 +281,10 @@ class Layer(nn.Module):
             "fits": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
             "counts": Counts(),
             "keeps": Keeps(),
+            "collects": Collects(),
+            "normalizes": Normalizes(),
+            "by_mode": ByMode(),
+            "appends": Appends(),
             "by_length": ByLength(),
             "drops": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Dropout(0.5), nn.Linear(32, 8)),
             "is_hooked": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
@@ -188,7 +293,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for module in self.inner.values():
-            x = x + module(x)
+            given: dict[str, Tensor] = {}
+            x = x + (module(x, given) if isinstance(module, Collects) else module(x))
+            x = x + given.get("kept", 0)
         return x + x.cumsum(1) / x.size(1)
 
 
@@ -237,6 +344,54 @@ class Keeps(Mlp):
         return self.kept
 
 
+class Collects(Mlp):
+    """Writes an activation to a dict that it is given."""
+
+    def forward(self, x: Tensor, given: dict[str, Tensor] | None = None) -> Tensor:
+        assert given is not None
+        given["kept"] = super().forward(x)
+        return given["kept"] * 2
+
+
+class Normalizes(Mlp):
+    """Writes a buffer by out=."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        F.normalize(self.seen + torch.arange(8, dtype=x.dtype), dim=0, out=self.seen)
+        return super().forward(x * self.seen)
+
+
+class ByMode(Mlp):
+    """Reads its mode and a buffer, which both change before backward."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale * (2 if self.training else 1))
+
+
+class Appends(Mlp):
+    """Has a list, which it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return super().forward(x) * self.calls[0]
+
+
 class ByLength(Mlp):
     """Has positions, and reads the length."""
 
@@ -279,17 +434,22 @@ def check_modules(rank: int, world: int, group: Group) -> None:
             torch.manual_seed(1)
             loss = model(x).square().mean()
             model.zero_grad()
+            by_mode = model.eval().layers[0].inner["by_mode"]
+            by_mode.scale = by_mode.scale * 3
             loss.backward()
+            model.train()
             results.append([loss.detach(), *gradients(model, group), model.layers[0].inner["counts"].seen])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     assert seen == 2 * [(2, 23, 32)]
-    assert sorted(each.module for each in report.tiled) == ["Scaled", "Sequential"], report
+    assert sorted(each.module for each in report.tiled) == ["ByMode", "Scaled", "Sequential"], report
     reasons = {each.module: each.reason.split(" at ")[0] for each in report.untiled}
     assert reasons == {
         "Borrows": "reads a weight or an activation that is neither its own nor an argument",
         "Counts": "changes an argument, parameter or buffer in place",
+        "Normalizes": "changes an argument, parameter or buffer in place",
         "Keeps": "changes its attribute kept",
+        "Appends": "changes its attribute calls",
         "ByLength": "mixes tokens",
         "Sequential": "has random numbers",
     }
