@@ -20,6 +20,7 @@ from .functions import Function
 from .memory import version_of
 from .nested import changed, tensors_in
 from .part import Parts, mark, part_of
+from .planning import planned
 from .tile_parts import NotByToken, TileParts
 from .tiled_call import Autocast, TiledCall, inputs_of
 from .tiled_sum import TiledSum
@@ -159,7 +160,7 @@ class Later:
             twin = mark(x.view_as(x), self.call.base.part(part.dim, part.lengths, part.outer, part.inner))
             setattr(twin, LATER, self)
             twins = with_in_place(twin)
-            plan = view._planned(function, func, *twins)
+            plan = planned(view.parts, view.error, function.name, func, *twins)
             if plan is not None and plan.run is not None:  # it calls `summed`
                 return view._call(None, True, func, *twins)
         others = [y for y in inputs_of(args, kwargs) if y is not x]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,11 @@ from .._exchange.layouts import Piece
 from ..ops.all_to_all import all_to_all
 from .dtensors import is_distributed
 from .memory import in_order_of
-from .part import Part, mark, part_of
+from .nested import changed
+from .part import Part, Parts, mark, part_of
+
+# An uneven part's attribute: its even one, and what says that neither was changed since.
+_EVEN = "_spar_even"
 
 
 def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
@@ -100,3 +106,35 @@ def shard_in_place(x: Tensor, part: Part) -> Tensor:
     x.data = part.parts.shard(whole, part).clone()
     mark(x, part)
     return whole
+
+
+def moved_arguments(parts: Parts, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
+    """Return a call's arguments with some tensors as other parts, or whole, by their places."""
+    count = -1
+
+    def move(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count not in moves:
+            return x
+        part = moves[count]
+        if part is None:
+            return parts.gather(x)
+        return parts.shard(x, part) if part_of(x) is None else moved(x, part)
+
+    return changed(move, (args, kwargs))
+
+
+def even_of(x: Tensor) -> Tensor:
+    """Return the even part of an uneven one, which is moved once: a norm and a residual both read it."""
+    part = part_of(x)
+    if part is None or not part.is_uneven:
+        return x
+    has_graph, known = torch.is_grad_enabled(), getattr(x, _EVEN, None)
+    if known is not None and known[1:] == (has_graph, x._version, known[0]._version):
+        even: Tensor = known[0]
+        return even
+    even = part.parts.gather(x) if part.tokens < part.parts.world else moved(x, part.even)
+    if not (x.is_inference() or even.is_inference()):  # such tensors do not count their changes
+        setattr(x, _EVEN, (even, has_graph, x._version, even._version))
+    return even

@@ -33,7 +33,8 @@ from .gradients import average_inputs
 from .groups import check_results
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, mark, part_of
-from .view import AS_WHOLE, View, current_view, without_view
+from .planning import AS_WHOLE
+from .view import View, current_view, without_view
 from .waiting import computed
 
 # They compute each element from that of their input, as their code shows.

@@ -18,34 +18,25 @@ from .._transports.dtypes import PLAIN_TYPES
 from . import keys, subclasses  # noqa: F401 - keys tells the C code what to use
 from .aliases import Aliases, Given
 from .bodies import body_of, is_collective
-from .call import SERVE_UNEVEN, FunctionCall, Plan, Step, rule_of, verify
+from .call import Plan, Step, rule_of
 from .functions import Function, function_of, hides_writes
 from .generators import TORCH, draws_since, states, states_of
 from .gradients import register_hook
 from .groups import check_results, is_collective_operator, waited
 from .library import NO_LIBRARY, Library
 from .memory import MAKING, MAY_SHARE, are_copies, has_no_gaps, is_view
-from .moving import moved, shard_in_place
+from .moving import even_of, moved_arguments, shard_in_place
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, is_uneven, mark, part_of, whole_shape
 from .places import code_of, compared_groups, compared_in
+from .planning import AS_WHOLE, planned
 from .report import Report, place_of_caller
 from .spans_mask import SpansRead
 from .waiting import later_of, unless_used, waiting_in
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
-AS_WHOLE = "call it in a torch.autograd.Function, which gets whole tensors"
-_EVEN = "_spar_even"  # an uneven part's attribute: its even one, and what says that neither was changed since
 _GRADIENTS = frozenset({torch.autograd.grad, Tensor.backward})
-# Functions of which nobody could make the result right: they read or change memory of the part.
-_MEMORY_NAMES = """
-data_ptr untyped_storage storage storage_offset as_strided set_ resize_ resize_as_ get_grad retain_grad
-swap_tensors share_memory_ __dlpack__ _typed_storage unsqueeze_ squeeze_ transpose_ swapaxes_ swapdims_ t_
-rename_
-"""
-MEMORY = frozenset(_MEMORY_NAMES.split())
-
 # The backend of torch.compile for a block; None: it runs eagerly.
 BackendOf = Callable[[torch.nn.Module], Any]
 
@@ -218,7 +209,7 @@ class View(Mode, TorchFunctionMode):
             self.report.add(plan.work, self.blocks > 0)
         base: Any = args[0] if args else None
         if plan.moves:
-            args, kwargs = self._moved(dict(plan.moves), args, kwargs)
+            args, kwargs = moved_arguments(self.parts, dict(plan.moves), args, kwargs)
         if plan.becomes is not None and self._aliases.is_made(base):
             self._aliases.add_slice(base, shard_in_place(base, plan.becomes))
             self.note_written([base])  # what shares the whole's memory lacks it
@@ -291,7 +282,7 @@ class View(Mode, TorchFunctionMode):
         """Return what to do for a call, planned where equal ones were not met before."""
         step = None if key is None else self._steps.get(key)
         if step is None:
-            step = Step(self._planned(function, func, args, kwargs), func)
+            step = Step(planned(self.parts, self.error, function.name, func, args, kwargs), func)
             if key is not None:
                 if len(self._steps) > _MOST_STEPS:
                     self.forget()
@@ -320,51 +311,13 @@ class View(Mode, TorchFunctionMode):
 
     _code_of = staticmethod(code_of)
 
-    def _planned(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Plan | None:
-        name = function.name
-        if name in MEMORY or (name.startswith("set_") and name != "set_requires_grad"):
-            raise self.error(
-                name,
-                "reads or replaces the memory or the shape of a tensor that is sharded",
-                AS_WHOLE,
-            )
-        if isinstance(kwargs.get("out"), (Tensor, tuple, list)):
-            raise self.error(name, "has out=, and a sharded tensor", "use its result instead")
-        call = FunctionCall(self.parts, name, func, args, kwargs)
-        if any((part := part_of(x)) is not None and part.parts is not self.parts for x in call.tensors):
-            raise self.error(name, "has a part of another view or layout", "gather it in its own forward")
-        if subclasses.computes(call.tensors):
-            return None
-        found = rule_of(name)
-        if found not in SERVE_UNEVEN and call.has_uneven:
-            return None
-        plan = found(call) if found is not None else None
-        if plan is not None and plan.part and not call.is_inplace:
-            verify(call, plan)
-        return None if plan is not None and subclasses.is_below(plan, call) else plan
-
-    def _moved(self, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
-        count = -1
-
-        def move(x: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
-            if count not in moves:
-                return x
-            part = moves[count]
-            if part is None:
-                return self.parts.gather(x)
-            return self.parts.shard(x, part) if part_of(x) is None else moved(x, part)
-
-        return changed(move, (args, kwargs))
-
     # ---- functions that run whole ----
 
     def _whole(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name, written = function.name, function.written(args, kwargs)
         self.parts.check_by_token(name)
         if any(map(is_uneven, tensors_in(args, kwargs))) and not any(map(is_uneven, written)):
-            return self._on_copies(name, self._in_view(func), args, kwargs, copied=self._even)
+            return self._on_copies(name, self._in_view(func), args, kwargs, copied=even_of)
         body = body_of(func)
         if body is not None:
             with self:
@@ -403,20 +356,6 @@ class View(Mode, TorchFunctionMode):
                 return func(*args, **kwargs)
 
         return run
-
-    def _even(self, x: Tensor) -> Tensor:
-        """Return the even part of an uneven one, which is moved once: a norm and a residual both read it."""
-        part = part_of(x)
-        if part is None or not part.is_uneven:
-            return x
-        has_graph, known = torch.is_grad_enabled(), getattr(x, _EVEN, None)
-        if known is not None and known[1:] == (has_graph, x._version, known[0]._version):
-            even: Tensor = known[0]
-            return even
-        even = self.parts.gather(x) if part.tokens < self.parts.world else moved(x, part.even)
-        if not (x.is_inference() or even.is_inference()):  # such tensors do not count their changes
-            setattr(x, _EVEN, (even, has_graph, x._version, even._version))
-        return even
 
     def _operator(self, function: Function, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of another library whole."""

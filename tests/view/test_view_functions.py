@@ -25,7 +25,8 @@ from spar import cal_split_sizes, parallelize
 from spar._model.call import Plan, Step, rule_of
 from spar._model.functions import function_of
 from spar._model.part import Parts, part_of
-from spar._model.view import MEMORY, View
+from spar._model.planning import MEMORY
+from spar._model.view import View
 
 # Exchanges over each transport are tested by other modules.
 pytestmark = pytest.mark.one_transport
