@@ -104,7 +104,7 @@ def check_copies(
     for peer, wire in enumerate(wires):
         wanted = torch.empty(wire.numel(), dtype=torch.uint8)
         sources = core.addresses([x])
-        library.spar_pack(plan.handle, peer, sources, wanted.data_ptr())
+        library.spar_pack(plan.handle, peer, sources, None, wanted.data_ptr())
         if kind:
             wanted = scaled(wanted, dtype, scale)
         if not same_bits(wire.cpu(), wanted, dtype):
