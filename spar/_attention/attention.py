@@ -20,7 +20,6 @@ from .._transports.dtypes import PLAIN_TYPES
 from ..sequence_layout import SequenceLayout
 from ..topology.topology import current
 from .choice import PASSED, Choice, choose, noted
-from .grid_methods import GRIDS_LIKE, by_rows_and_columns, checked_float8, checked_grid, ulysses_gather
 from .key import key_of
 from .methods import Run, gather, hybrid, ring, ulysses
 from .pairs import Function
@@ -40,12 +39,19 @@ class _Method(NamedTuple):
     exchanges: Callable[[int], int]
 
 
+def _grid_methods() -> Any:
+    """Import what rows and columns of ranks need where they are used: few programs do."""
+    from . import grid_methods
+
+    return grid_methods
+
+
 _METHODS = {
     "ulysses": _Method(ulysses, lambda world: 2),
     "gather": _Method(gather, lambda world: 1),
     "ring": _Method(ring, forward_exchanges),
-    "2d": _Method(by_rows_and_columns, lambda world: 2),
-    "ulysses_gather": _Method(ulysses_gather, lambda world: 2),
+    "2d": _Method(lambda problem: _grid_methods().by_rows_and_columns(problem), lambda world: 2),
+    "ulysses_gather": _Method(lambda problem: _grid_methods().ulysses_gather(problem), lambda world: 2),
 }
 METHODS = tuple(_METHODS)
 
@@ -372,12 +378,14 @@ def _decided(
         names = ", ".join([f'"{name}"' for name in METHODS])
         raise call.error("method", repr(method), f"{names} or None")
     shapes = problem.shapes
-    grid = checked_grid(call, request.grid, method, shapes.heads, shapes.key_heads)
-    float8 = checked_float8(call, request.float8, method, shapes)
-    if any(float8) and method in GRIDS_LIKE:
-        # Exchanges of a grid alone move rows.
-        method, grid = "ulysses_gather", GRIDS_LIKE[method](call.world)
-    problem = replace(problem, grid=grid, float8=float8)
+    if method in ("2d", "ulysses_gather") or request.grid is not None or request.float8 is not None:
+        methods = _grid_methods()
+        grid = methods.checked_grid(call, request.grid, method, shapes.heads, shapes.key_heads)
+        float8 = methods.checked_float8(call, request.float8, method, shapes)
+        if any(float8) and method in methods.GRIDS_LIKE:
+            # Exchanges of a grid alone move rows.
+            method, grid = "ulysses_gather", methods.GRIDS_LIKE[method](call.world)
+        problem = replace(problem, grid=grid, float8=float8)
     learns = problem.mask is not None and request.mask.requires_grad and torch.is_grad_enabled()
     if learns and (method != "ulysses" or problem.by_blocks):
         expected = (
