@@ -95,7 +95,7 @@ static void check_arenas(void)
     for (int t = 0; t < now.call->plan->ntensors; t++)
         own[t] = malloc((size_t)now.call->plan->tensors[t].out_bytes);
     rows[now.rank] = own;
-    spar_push(now.call->plan, now.call->inputs, rows, &now.call->scale);
+    spar_push(now.call->plan, now.call->inputs, now.call->rows, rows, &now.call->scale);
     for (int t = 0; t < now.call->plan->ntensors; t++)
         free(own[t]);
     now.pushed = 1;

@@ -237,13 +237,13 @@ static void run_valid_call(int world, int count, const part *parts)
         rows[rank] = m->outputs;
     }
     for (member *m = members; m < members + world; m++)
-        spar_push(m->plan, m->inputs, rows, &unscaled);
+        spar_push(m->plan, m->inputs, NULL, rows, &unscaled);
     check_received(members, world, count, parts);
     for (int from = 0; from < world; from++)
         for (int to = 0; to < world; to++) {
             const member *a = &members[from], *b = &members[to];
             char *wire = malloc((size_t)a->plan->push[to].bytes); /* exact: sanitizers catch an overrun */
-            spar_pack(a->plan, to, a->inputs, wire);
+            spar_pack(a->plan, to, a->inputs, NULL, wire);
             if (from == to)
                 spar_copy_own(a->plan, a->inputs, a->outputs, &unscaled);
             else
