@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from .._attention.attention import attention
+from .._attention.attention import METHODS, attention
 from .._attention.spans import Spans
 from ..sequence_layout import SequenceLayout
 from ._versions import check_version
@@ -24,7 +24,6 @@ WHERE = "integrations.torchtitan"
 # Functions of theirs that are not documented are replaced: this version was tested.
 VERSION = 0, 3
 _LAYOUTS = {"headtail": SequenceLayout.zigzag, None: SequenceLayout.even}  # by torchtitan's load balancers
-_METHODS = None, "ulysses", "gather", "ring"
 _replaced: list[tuple[str, Any, Any]] = []  # by `install`: a function's name, theirs, and what replaces it
 
 
@@ -37,7 +36,7 @@ def install(method: str | None = None) -> None:
     flex attention.
 
     Args:
-        method: of attention, "ulysses", "gather" or "ring"; None chooses by the number of heads.
+        method: of `spar.attention`; None chooses as it does.
 
     Raises:
         ImportError: the version of torchtitan is not one with which this was tested.
@@ -45,8 +44,9 @@ def install(method: str | None = None) -> None:
         ValueError: there is no such method.
     """
     check_version(WHERE, "torchtitan", VERSION, VERSION)
-    if method not in _METHODS:
-        raise ValueError(f'{WHERE}: method is {method!r}; expected "ulysses", "gather", "ring" or None')
+    if method not in (None, *METHODS):
+        names = ", ".join([f'"{name}"' for name in METHODS])
+        raise ValueError(f"{WHERE}: method is {method!r}; expected {names} or None")
     if _replaced:
         raise RuntimeError(f"{WHERE}.install: it is installed; call uninstall() first")
     from torchtitan.distributed import context_parallel, full_dtensor

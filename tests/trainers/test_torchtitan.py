@@ -60,7 +60,7 @@ def test_mistakes_are_errors_that_say_what_to_pass(results: list[dict[str, Any]]
     }
     expected = {name: f"integrations.torchtitan: {text}" for name, text in expected.items()}
     expected["again"] = "integrations.torchtitan.install: it is installed; call uninstall() first"
-    method = 'method is \'ulises\'; expected "ulysses", "gather", "ring" or None'
+    method = 'method is \'ulises\'; expected "ulysses", "gather", "ring", "2d", "ulysses_gather" or None'
     for each in results:
         assert each["refusals"] == expected
         assert each["method"] == f"integrations.torchtitan: {method}"

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 import spar
 
+from ..._attention.attention import METHODS
 from .shards import (
     DOCUMENTS,
     DOCUMENTS_OF,
@@ -36,7 +37,6 @@ from .trial import NO_GRADIENT, OWN, Case, Setting, Tensors, Trial, numbers
 Call = Callable[..., Any]
 Sizes = list[int]  # how large each rank's shard is
 LENGTHS = list(DOCUMENTS)
-METHODS = ("ulysses", "gather", "ring")
 NEED_GROUPS = ("SequenceLayout.hybrid", "attention (ring x")  # a parallel state of one rank has none
 
 
