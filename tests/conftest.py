@@ -186,6 +186,8 @@ def _serve(
         entering[rank]()
     for library in libraries:
         ctypes.CDLL(str(library))
+    if libraries:
+        standins.guard_environment()
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that does not answer
     torch.set_num_threads(1)
     torch.manual_seed(rank)  # random numbers differ between ranks unless a test says otherwise

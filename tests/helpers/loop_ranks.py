@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from helpers import nccl_faults, nccl_ranks, push_ranks
+from helpers import nccl_faults, nccl_ranks, push_ranks, standins
 
 
 def start(rank: int, world: int, store: str) -> tuple[dist.ProcessGroup, Any]:
     """Return the group, and an all_to_all."""
+    standins.guard_environment()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None

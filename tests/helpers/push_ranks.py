@@ -43,6 +43,24 @@ def synchronize(device: torch.device) -> None:
 push._synchronize = synchronize  # also after a test
 
 
+def check_environment(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The stand-ins read variables on other threads while this one adds some."""
+    read = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+    found, status, done = ctypes.c_void_p(), ctypes.c_int(), threading.Event()
+
+    def read_often() -> None:
+        while not done.is_set():
+            read(b"", ctypes.byref(found), 0, ctypes.c_uint64(0), ctypes.byref(status))
+
+    thread = threading.Thread(target=read_often)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(3000):
+            patch.setenv(f"STANDIN_{number}", "")
+    done.set()
+    thread.join()
+
+
 def settle() -> None:
     """Let the memory of earlier groups go: that of outputs in a failure's frames, too, and behind closes."""
     gc.collect()

@@ -8,6 +8,7 @@ hardware.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Sequence
@@ -77,6 +78,19 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "XDG_CACHE_HOME": str(folder / "cache"),
         **more,
     }
+
+
+def guard_environment() -> None:
+    """Let this process change its environment only while no thread of the stand-ins reads it."""
+    change = ctypes.CDLL(NAMES[0]).standin_setenv
+
+    def putenv(name: bytes, value: bytes) -> None:
+        change(name, value)
+
+    def unsetenv(name: bytes) -> None:
+        change(name, None)
+
+    os.putenv, os.unsetenv = putenv, unsetenv  # type: ignore[assignment]
 
 
 def needed(libraries: Sequence[Path]) -> None:

@@ -69,7 +69,7 @@ static int GetErrorString(int error, const char **text)
 
 static int DeviceGet(int *device, int ordinal)
 {
-    const char *text = getenv("STANDIN_DEVICES");
+    const char *text = standin_getenv("STANDIN_DEVICES");
     int number = text ? atoi(text) : 1;
     *device = ordinal;
     return ordinal < 0 || ordinal >= number || ordinal >= DEVICES ? 101 : 0;
@@ -422,7 +422,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
     } rows[] = {SPAR_DRIVER_FUNCTIONS(ROW) SPAR_DRIVER_NEWER_FUNCTIONS(ROW) /* and what only tests call */
                 ROW(StreamBeginCapture, 10010, ) ROW(StreamEndCapture, 10000, ) ROW(GraphLaunch, 10000, )
                     ROW(GraphDestroy, 10000, )};
-    const char *without = getenv("STANDIN_LACKS");
+    const char *without = standin_getenv("STANDIN_LACKS");
     *status = SYMBOL_NOT_FOUND;
     *found = NULL;
     if (flags & ~(uint64_t)LEGACY_STREAM)

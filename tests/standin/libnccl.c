@@ -57,7 +57,7 @@ static int is_to_fail(const char *function)
 {
     static char counted[64];
     static int calls;
-    const char *wanted = getenv("STANDIN_NCCL_FAIL");
+    const char *wanted = setting("STANDIN_NCCL_FAIL");
     size_t length = strlen(function);
     if (!wanted || strncmp(wanted, function, length) != 0 || wanted[length] != ':')
         return 0;
@@ -71,7 +71,7 @@ static int is_to_fail(const char *function)
 /* Sleeps as long as the environment variable says. */
 static void delay(const char *variable)
 {
-    const char *ms = getenv(variable);
+    const char *ms = setting(variable);
     if (ms)
         usleep((unsigned)atoi(ms) * 1000);
 }
@@ -80,7 +80,7 @@ static void delay(const char *variable)
 
 EXPORT spar_nccl_result ncclGetVersion(int *version)
 {
-    const char *wanted = getenv("STANDIN_NCCL_VERSION");
+    const char *wanted = setting("STANDIN_NCCL_VERSION");
     *version = wanted ? atoi(wanted) : 22907;
     return SPAR_NCCL_SUCCESS;
 }
@@ -165,7 +165,7 @@ EXPORT spar_nccl_result ncclCommInitRank(struct ncclComm **comm, int world, spar
     close(descriptor);
     if (__atomic_add_fetch(&c->shared->attached, 1, __ATOMIC_ACQ_REL) == (uint32_t)world)
         shm_unlink(id.internal);
-    if (getenv("STANDIN_NCCL_PENDING_MS")) {
+    if (setting("STANDIN_NCCL_PENDING_MS")) {
         *comm = c;
         return begin_pending(c, init_later, c);
     }
@@ -240,7 +240,7 @@ static spar_nccl_result launch_open(struct ncclComm *comm)
 {
     size_t bytes = (size_t)open_count * sizeof *open_operations;
     delay("STANDIN_NCCL_SLOW_MS");
-    if (!getenv("STANDIN_NCCL_PENDING_MS"))
+    if (!setting("STANDIN_NCCL_PENDING_MS"))
         return launch(comm, open_operations, open_count);
     pending_group *g = malloc(sizeof *g + bytes);
     g->comm = comm;

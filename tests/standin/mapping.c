@@ -104,7 +104,7 @@ int MemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsig
 {
     const shared *s = (shared *)(uintptr_t)handle;
     char *at = reached((void *)(uintptr_t)address);
-    const char *astray = getenv("STANDIN_ASTRAY");
+    const char *astray = standin_getenv("STANDIN_ASTRAY");
     struct stat status;
     MAY_FAIL("cuMemMap");
     MAY_CONFLICT(unsafe());

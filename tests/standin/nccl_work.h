@@ -56,6 +56,9 @@ void pause_shortly(int polls);
 /* Returns a function of the stand-in libcuda. */
 void *cuda(const char *name);
 
+/* The value of an environment variable, or NULL: standin_getenv of the stand-in libcuda. */
+const char *setting(const char *name);
+
 /* Launches the operations that are the communicator's, as one group, in their stream. */
 spar_nccl_result launch(struct ncclComm *comm, const operation *all, int total);
 

@@ -30,9 +30,27 @@ void count(int by)
     __atomic_add_fetch(&live, by, __ATOMIC_SEQ_CST);
 }
 
+static pthread_mutex_t environment = PTHREAD_MUTEX_INITIALIZER;
+
+const char *standin_getenv(const char *name)
+{
+    pthread_mutex_lock(&environment);
+    const char *text = getenv(name);
+    pthread_mutex_unlock(&environment);
+    return text;
+}
+
+int standin_setenv(const char *name, const char *value)
+{
+    pthread_mutex_lock(&environment);
+    int result = value ? setenv(name, value, 1) : unsetenv(name);
+    pthread_mutex_unlock(&environment);
+    return result;
+}
+
 static __attribute__((destructor)) void unload(void)
 {
-    const char *ms = getenv("STANDIN_UNLOAD_MS");
+    const char *ms = standin_getenv("STANDIN_UNLOAD_MS");
     __atomic_store_n(&unloaded, 1, __ATOMIC_SEQ_CST);
     if (ms)
         usleep((unsigned)atoi(ms) * 1000);
@@ -85,7 +103,7 @@ int failure(const char *name)
     count_call(name);
     static int calls;
     static char counted[128];
-    const char *plan = getenv("STANDIN_FAIL");
+    const char *plan = standin_getenv("STANDIN_FAIL");
     size_t length = strlen(name);
     int nth = 0, code = 0;
     if (!plan || strncmp(plan, name, length) != 0 || plan[length] != ':')
@@ -203,9 +221,9 @@ static void *serve(void *argument)
 {
     stream *s = argument;
     unsigned seed = (unsigned)(uintptr_t)s;
-    const char *text = getenv("STANDIN_DELAY_US");
+    const char *text = standin_getenv("STANDIN_DELAY_US");
     unsigned delay = text ? (unsigned)atoi(text) : 50;
-    const char *late = getenv("STANDIN_LATE_MS");
+    const char *late = standin_getenv("STANDIN_LATE_MS");
     unsigned first = late ? (unsigned)atoi(late) * 1000 : 0;
     pthread_mutex_lock(&lock);
     for (;;) {
@@ -293,7 +311,7 @@ work *append(void *handle, work w)
 
 void enter_driver(const stream *s)
 {
-    const char *text = getenv("STANDIN_QUEUE");
+    const char *text = standin_getenv("STANDIN_QUEUE");
     int room = text ? atoi(text) : 1 << 20;
     while (blocked)
         pthread_cond_wait(&moved, &lock);
