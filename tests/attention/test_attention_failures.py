@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conftest import Ranks
 from helpers.processes import finish, start
 from test_attention_errors import TOTAL, WORLD, Group, call, z
+from torch.nn.functional import scaled_dot_product_attention
 
 import spar
 from spar import SequenceLayout
@@ -88,6 +89,50 @@ def check_failing_block(rank: int, world: int, group: Group) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_rank_that_fails_in_a_block(ranks: Ranks, world: int) -> None:
     ranks(world, check_failing_block)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("out of registers")
+
+
+def check_failing_backward(rank: int, world: int, group: Group) -> None:
+    """The caller's kernel raises in rank 1's backward; at its next call all ranks raise, and are in step."""
+    layout = SequenceLayout.even(TOTAL, group)
+    inputs = [z(1, TOTAL // world, 6, 8, requires_grad=True) for _ in range(3)]
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        y = scaled_dot_product_attention(*[x.transpose(1, 2) for x in tensors]).transpose(1, 2)
+        return FailsInBackward.apply(y) if rank == 1 else y  # type: ignore[no-untyped-call]
+
+    def step(method: str, kernel: Any = None) -> torch.Tensor:
+        return spar.attention(*inputs, layout, method=method, kernel=kernel)
+
+    text = "backward of attention on .*rank 0.*; {} on rank 1; nothing was exchanged"
+    for method, following in itertools.product(("ulysses", "gather"), ("attention", "all_gather")):
+        y = step(method, attend)
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="out of registers"):
+                y.sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(spar.MismatchError, match=text.format(following)) as caught:
+            if rank != 1:
+                y.sum().backward()  # type: ignore[no-untyped-call]
+            elif following == "attention":
+                step(method)
+            else:
+                spar.all_gather(inputs[0], group)
+        assert caught.value.ranks == ((0,) if world == 2 else (1,))
+        assert spar.all_gather(torch.tensor([rank]), group).tolist() == list(range(world))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_kernel_that_raises_in_one_ranks_backward(ranks: Ranks, world: int) -> None:
+    ranks(world, check_failing_backward)
 
 
 def check_names_attention(rank: int, world: int, group: Group) -> None:
