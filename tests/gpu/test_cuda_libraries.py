@@ -264,14 +264,17 @@ def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
     for kernel in kernels:
         body = kernel.split("\n}")[0]
         name = body.split("(")[0]
-        begun, offered, *counted, _, awaited = (
+        begun, offered, *counted, _, awaited, early = (
             match.start() for match in re.finditer("bar.red.or.pred", body)
         )
         assert begun < body.index("st.release.sys.global.u32", begun) < offered, f"{name} makes no offers"
         for wait in (offered, awaited):  # it polls, and reads what it found once more
             assert body.rindex("ld.relaxed.sys", 0, wait) < body.rindex("ld.acquire.sys", 0, wait), name
         counts = [match.start() for match in re.finditer("atom.acq_rel.gpu.global.inc.u32", body)]
-        assert len(counts) == 2 and len(counted) == 1, name
+        assert len(counts) == 3 and len(counted) == 1, name
+        assert awaited < counts.pop() < early < body.index("st.release.sys", early), (
+            f"{name} marks an early end"
+        )
         for count in counts:  # behind a CTA's copies, before its signals
             before, behind = body.rindex("bar.sync", 0, count), body.index("bar.red.or.pred", count)
             assert "st." not in body[before:behind] and "st.release.sys" in body[behind:], name

@@ -172,6 +172,6 @@ extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned ct
         all_threads(from, [&] { return kernels[which](*c, c->sent, c->tiles), 0; });
     if (goes_on && c->mode & SPAR_KERNEL_ENDS && all_threads(from, [&] { return is_last(*c); }))
         all_threads(from, [&] { return end_round(*c), 0; });
-    if (!goes_on)
+    if (!goes_on && all_threads(from, [&] { return is_last(*c); }))
         all_threads(from, [&] { return mark_end(*c), 0; });
 }

@@ -421,7 +421,8 @@ __device__ __forceinline__ void signal(const spar_kernel_copy &c)
         store_release(s.theirs[threadIdx.x], s.rounds + 1);
 }
 
-/* Also where a wait ended early: what follows the call's last launch neither waits nor copies. */
+/* Also where a wait ended early: what follows the call's last launch neither waits nor copies. The host may
+ * then free what the launch uses, so its last CTA does it. */
 __device__ __forceinline__ void mark_end(const spar_kernel_copy &c)
 {
     if (c.mark && threadIdx.x == 0)
@@ -477,7 +478,7 @@ template <int WIDTH, class SCALE> __device__ __forceinline__ void run(const spar
         if (c.sync)
             goes_on = receives ? finish_round(c) : pass_on(c);
     }
-    if (!goes_on)
+    if (!goes_on && __syncthreads_or(is_last(c)))
         mark_end(c);
 }
 )
