@@ -198,10 +198,44 @@ static void check_world(const fuzz_request *a, const spar_plan *plan)
 
 typedef struct {
     buffer in[TENSORS], out[TENSORS];
-    const void *inputs[TENSORS];
-    void *outputs[TENSORS];
+    const void *inputs[TENSORS], *read[TENSORS]; /* read: with rows */
+    void *outputs[TENSORS], *moved[TENSORS];
+    int64_t index[TENSORS][EXTENT];
+    spar_rows listed[TENSORS], *rows; /* rows: NULL, or listed */
     spar_plan *plan;
 } member;
+
+/* Whether the plan may read the tensor by an index of rows: contiguous, in blocks without loops. */
+static int can_list(const spar_plan *plan, int tensor, const part *p, const buffer *in)
+{
+    int can = in->bytes > 0 && !p->gap && !p->turn;
+    for (const spar_range *range = plan->push; range < plan->push + plan->world; range++)
+        for (int64_t i = range->first; i < range->first + range->count; i++)
+            can = can && (plan->blocks[i].tensor != tensor || plan->blocks[i].ndim == 0);
+    return can;
+}
+
+/* Lists the rows of some inputs, in another order and with gaps between them. */
+static void list_rows(member *m, int count, const part *parts)
+{
+    m->rows = NULL;
+    for (int t = 0; t < count; t++) {
+        int drawn = next_byte(&input);
+        int64_t n = m->in[t].extents[0], bytes = n ? m->in[t].bytes / n : 0, stride = bytes + drawn % 8 / 2;
+        m->read[t] = m->inputs[t];
+        m->moved[t] = NULL;
+        m->listed[t] = (spar_rows){0};
+        if (drawn % 2 == 0 || !can_list(m->plan, t, &parts[t], &m->in[t]))
+            continue;
+        m->read[t] = m->moved[t] = malloc((size_t)((n - 1) * stride + bytes));
+        for (int64_t i = 0; i < n; i++) {
+            m->index[t][i] = (67 * i + drawn) % n; /* a prime above EXTENT: no two are equal */
+            memcpy((char *)m->moved[t] + m->index[t][i] * stride, m->in[t].data + i * bytes, (size_t)bytes);
+        }
+        m->listed[t] = (spar_rows){m->index[t], bytes, stride};
+        m->rows = m->listed;
+    }
+}
 
 static void check_received(member *members, int world, int count, const part *parts)
 {
@@ -219,7 +253,7 @@ static void run_valid_call(int world, int count, const part *parts)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
     member members[WORLD];
-    void *const *rows[WORLD];
+    void *const *outputs[WORLD];
     for (int rank = 0; rank < world; rank++) {
         member *m = &members[rank];
         spar_tensor tensors[TENSORS];
@@ -234,16 +268,17 @@ static void run_valid_call(int world, int count, const part *parts)
         }
         spar_request request = {world, rank, SPAR_SIDE_PULL, count, tensors};
         EXPECT(!spar_plan_get(&request, &m->plan));
-        rows[rank] = m->outputs;
+        list_rows(m, count, parts);
+        outputs[rank] = m->outputs;
     }
     for (member *m = members; m < members + world; m++)
-        spar_push(m->plan, m->inputs, NULL, rows, &unscaled);
+        spar_push(m->plan, m->read, m->rows, outputs, &unscaled);
     check_received(members, world, count, parts);
     for (int from = 0; from < world; from++)
         for (int to = 0; to < world; to++) {
             const member *a = &members[from], *b = &members[to];
             char *wire = malloc((size_t)a->plan->push[to].bytes); /* exact: sanitizers catch an overrun */
-            spar_pack(a->plan, to, a->inputs, NULL, wire);
+            spar_pack(a->plan, to, a->read, a->rows, wire);
             if (from == to)
                 spar_copy_own(a->plan, a->inputs, a->outputs, &unscaled);
             else
@@ -254,6 +289,7 @@ static void run_valid_call(int world, int count, const part *parts)
     for (member *m = members; m < members + world; m++) {
         for (int t = 0; t < count; t++) {
             free(m->in[t].data);
+            free(m->moved[t]);
             free(m->out[t].data);
         }
         spar_plan_release(m->plan);
