@@ -5,8 +5,8 @@
 
 /* The handlers, in the order in which their locks are taken. */
 static void (*const files[])(spar_fork_stage stage) = {
-    spar_plan_cache_fork, spar_arena_fork,  spar_peers_fork,
-    spar_links_fork,      spar_dynlib_fork, spar_watchdog_fork,
+    spar_plan_cache_fork, spar_arena_fork,  spar_peers_fork,    spar_links_fork,
+    spar_outputs_fork,    spar_dynlib_fork, spar_watchdog_fork,
 };
 
 enum { FILES = sizeof files / sizeof *files };

@@ -26,6 +26,7 @@ void spar_plan_cache_fork(spar_fork_stage stage);
 void spar_arena_fork(spar_fork_stage stage);
 void spar_peers_fork(spar_fork_stage stage);
 void spar_links_fork(spar_fork_stage stage);
+void spar_outputs_fork(spar_fork_stage stage);
 
 void spar_dynlib_fork(spar_fork_stage stage);
 void spar_watchdog_fork(spar_fork_stage stage);

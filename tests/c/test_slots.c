@@ -8,7 +8,10 @@
 #include "transports/cuda/watchdog.h"
 #include "transports/push/push.h"
 
+#include <pthread.h>
 #include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 static const spar_scale UNSCALED = {SPAR_UNSCALED, 0, 1};
 
@@ -173,11 +176,38 @@ static void test_small_slot(void)
     EXPECT(!spar_push_first_bytes(3, (int64_t)1 << 35, &bytes) && bytes == 128 << 20);
 }
 
+static void *ask_often(void *stops)
+{
+    while (!__atomic_load_n((int *)stops, __ATOMIC_ACQUIRE))
+        used();
+    return NULL;
+}
+
+/* Forks beside a thread that is inside: the children can ask, too. */
+static void test_fork(void)
+{
+    pthread_t thread;
+    int stops = 0, status = 0;
+    EXPECT(!pthread_create(&thread, NULL, ask_often, &stops));
+    for (int i = 0; i < 100 && status == 0; i++) {
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(5);
+            used();
+            _exit(0);
+        }
+        EXPECT(child > 0 && waitpid(child, &status, 0) == child);
+    }
+    __atomic_store_n(&stops, 1, __ATOMIC_RELEASE);
+    EXPECT(!pthread_join(thread, NULL) && status == 0);
+}
+
 int test_slots(int argc, char **argv)
 {
     (void)argc, (void)argv;
     EXPECT(!spar_driver_open() && !spar_cuda_open() && !spar_cuda_prepare(0));
     test_small_slot();
+    test_fork();
     test_segments();
     test_reused_handle();
     test_side_stream();

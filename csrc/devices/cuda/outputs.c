@@ -3,6 +3,7 @@
 
 #include "devices/cuda/cuda.h"
 #include "devices/cuda/driver.h"
+#include "base/fork.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -270,4 +271,12 @@ EXPORT void spar_outputs_free(void *address, size_t bytes, int ordinal, void *st
     else if (spar_cu.CtxSynchronize() == SPAR_CU_SUCCESS)
         give_back(address);
     spar_cuda_leave(&before);
+}
+
+void spar_outputs_fork(spar_fork_stage stage)
+{
+    if (stage == SPAR_FORK_PREPARE)
+        pthread_mutex_lock(&all.lock);
+    else
+        pthread_mutex_unlock(&all.lock);
 }
