@@ -52,6 +52,8 @@ spar_status spar_packet_receive(int socket, void *bytes, size_t size, int *fd)
                                    : *fd >= 0                         ? "more than one descriptor"
                                                                       : "a descriptor could not be received: "
                                                                         "too many open files");
+    if (got != (ssize_t)size || envelope.msg_flags & MSG_TRUNC || *fd >= 0)
+        memset(bytes, 0, size);
     if (*fd >= 0)
         close(*fd);
     *fd = -1;

@@ -41,14 +41,16 @@ static spar_status receive_all(spar_peer *peer)
             return spar_fail(SPAR_TRANSPORT, "process %lld sent more than %d messages that no group takes",
                              (long long)peer->endpoint.pid, MOST_KEPT);
         spar_status status = spar_packet_receive(peer->socket, &kept->what, sizeof kept->what, &kept->fd);
-        if (status == SPAR_OK && memcmp(kept->what.magic, MAGIC, sizeof MAGIC) != 0)
+        int is_message = memcmp(kept->what.magic, MAGIC, sizeof MAGIC) == 0;
+        if (status == SPAR_OK && !is_message)
             status = spar_fail(SPAR_TRANSPORT, "process %lld sent an unknown message",
                                (long long)peer->endpoint.pid);
-        if (status != SPAR_OK) {
+        if (!is_message) {
             spar_close_fd(&kept->fd);
             free(kept);
             return status;
         }
+        kept->lost = status != SPAR_OK; /* a failure of the group that waits for it */
         *end = kept;
         end = &kept->next;
     }
@@ -74,7 +76,11 @@ spar_status spar_peer_receive(spar_peer *peer, uint64_t topic, int64_t *number, 
         *link = found->next;
         *number = found->what.number;
         *fd = found->fd;
-        status = SPAR_OK; /* another message may be wrong, and is reported when it is due */
+        /* Another message may be wrong, and is reported when it is due. */
+        status = !found->lost
+                     ? SPAR_OK
+                     : spar_fail(SPAR_TRANSPORT, "process %lld sent a descriptor: too many open files",
+                                 (long long)peer->endpoint.pid);
     }
     pthread_mutex_unlock(&spar_peers_lock);
     free(found);

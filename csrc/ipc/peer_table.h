@@ -35,7 +35,8 @@ typedef struct {
 struct spar_kept_message {
     spar_kept_message *next;
     spar_message what;
-    int fd; /* -1: none */
+    int fd;   /* -1: none */
+    int lost; /* there was no room for its descriptor */
 };
 
 /* Takes a message out of a peer's list, and closes its descriptor. */

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +19,18 @@ static inline void *shared_memory(size_t size)
 {
     void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     return memory == MAP_FAILED ? NULL : memory;
+}
+
+/* Lowers the limit so that no descriptor is left; returns the previous limit, 0 on failure. */
+static inline struct rlimit no_more_descriptors(void)
+{
+    struct rlimit was = {0}, none;
+    int next = dup(0);
+    if (next < 0 || close(next) != 0 || getrlimit(RLIMIT_NOFILE, &was) != 0)
+        return was;
+    none = was;
+    none.rlim_cur = (rlim_t)next;
+    return setrlimit(RLIMIT_NOFILE, &none) == 0 ? was : (struct rlimit){0};
 }
 
 /* Initializes a barrier in shared memory. */

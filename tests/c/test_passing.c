@@ -4,6 +4,7 @@
 #include "ipc/passing.h"
 #include "ipc/peer_table.h"
 #include "member.h"
+#include "processes.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -112,6 +113,26 @@ static void test_descriptors(void)
     close_pair(&p);
 }
 
+/* A descriptor for which this process has no room is an error of its topic alone. */
+static void test_no_room(void)
+{
+    pair p = connect_pair();
+    int64_t number;
+    int fd, came, null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    EXPECT(null >= 0);
+    pass(&p, OTHERS, 1, null);
+    pass(&p, MINE, 2, -1);
+    struct rlimit before = no_more_descriptors();
+    EXPECT(number_of(&p, MINE) == 2 && number_of(&p, MINE) == -1);
+    EXPECT(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    pass(&p, OTHERS, 3, null);
+    EXPECT(spar_peer_receive(&p.a, OTHERS, &number, &fd, &came) == SPAR_TRANSPORT && fd == -1);
+    EXPECT(strcmp(spar_last_error(), "process 71 sent a descriptor: too many open files") == 0);
+    EXPECT(take(&p, OTHERS, &fd) == 3 && close(fd) == 0);
+    close(null);
+    close_pair(&p);
+}
+
 static void expect_refused(pair *p, const char *text)
 {
     int64_t number;
@@ -186,6 +207,7 @@ int test_passing(int argc, char **argv)
     (void)argc, (void)argv;
     test_topics();
     test_descriptors();
+    test_no_room();
     test_no_messages();
     test_full();
     return 0;

@@ -16,7 +16,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -135,18 +134,6 @@ static void run_process(void *context, int process)
 }
 
 /* ---- refused ---- */
-
-/* Lowers the limit so that no descriptor is left; returns the previous limit. */
-static struct rlimit no_more_descriptors(void)
-{
-    struct rlimit was = {0}, none;
-    int next = dup(0);
-    EXPECT(next >= 0 && close(next) == 0 && getrlimit(RLIMIT_NOFILE, &was) == 0);
-    none = was;
-    none.rlim_cur = (rlim_t)next;
-    EXPECT(setrlimit(RLIMIT_NOFILE, &none) == 0);
-    return was;
-}
 
 /* Polls until the peer is connected, or failed. */
 static spar_status poll_peer(const spar_endpoint *other, spar_peer **peer)
