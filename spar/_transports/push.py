@@ -16,7 +16,7 @@ import torch
 from .. import _C
 from .._control.state import GroupState
 from .core import CoreChannel
-from .cuda import pooled_empty
+from .cuda import is_capturing, pooled_empty
 from .nccl import Device, NcclChannel
 
 _synchronize = torch.cuda.synchronize
@@ -39,9 +39,12 @@ class PushChannel(NcclChannel):
             self.pooled = pooled_empty(self.device.place)
 
     def close(self) -> None:
-        """Free the pool when the device has ended its work; keep what a graph may still write to."""
+        """Free the pool when the device has ended its work; keep what a graph may still write to.
+
+        The wait for the device would invalidate a capture.
+        """
         pool, self.pooled = [self.pooled], None
-        kept = self.core.captured
+        kept = self.core.captured or is_capturing(self.device.place)
         if not kept:
             try:
                 threading.Thread(target=_drop, args=(pool, self.device.place), daemon=True).start()

@@ -77,6 +77,10 @@ def test_outputs_outlive_their_group(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, push_direct.check_close)
 
 
+def test_close_beside_a_capture(gpus: Ranks) -> None:
+    gpus(2, over_push, SLOT, push_direct.check_close_in_capture)
+
+
 def test_environment_that_changes_beside_the_driver(gpus: Ranks) -> None:
     gpus(2, push_ranks.check_environment)
 

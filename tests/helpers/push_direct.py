@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import spar
-from helpers.nccl_ranks import OnDevice, Stream, allocator, core_of, set_up, wait, within
+from helpers.nccl_ranks import OnDevice, Stream, allocator, core_of, driver, set_up, wait, within
 from helpers.push_ranks import settle
 from helpers.tables import numbers
 from spar import _C
 from spar._group.group import Group
-from spar._transports import push
+from spar._transports import cuda, push
 from spar._transports.cuda import OutputPool
 from spar._transports.dtypes import ITEM_TYPES
 
@@ -274,6 +274,23 @@ def check_close(rank: int, world: int, group: dist.ProcessGroup) -> None:
     outputs.clear()
     gc.collect()
     within(5, lambda: slots()[0] < before[0] and slots()[1] < before[1])
+    dist.barrier(group)
+
+
+def check_close_in_capture(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """A group that is closed beside a capture keeps its outputs' memory: the capture is valid."""
+    comm, graph = set_up(group), ctypes.c_void_p()
+    with Stream() as stream:
+        output = exchange(comm, "all_to_all", (1, 0, 40 * world), [numbered(1, rank, 40, 100)])
+        stream.synchronize()
+        assert lies_in_slot(output.pop())
+        driver("cuStreamBeginCapture", stream.handle, ctypes.c_int(0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "_capturing", lambda: True)
+            comm.close()
+        time.sleep(0.2)  # the watchdog frees the rest
+        driver("cuStreamEndCapture", stream.handle, ctypes.pointer(graph))
+    driver("cuGraphDestroy", graph)
     dist.barrier(group)
 
 
