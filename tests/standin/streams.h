@@ -68,8 +68,8 @@ extern stream *streams;        /* all of them */
 extern int captures;           /* in progress */
 extern _Thread_local int mode; /* the thread's capture mode; 2 is relaxed */
 
-/* The environment: spar's threads and those of streams read it at any time. The second function, by which Python
- * must change it, waits for them, because setenv frees what getenv walks. A value of NULL unsets the variable. */
+/* The environment: spar's threads and those of streams read it at any time, and setenv frees what getenv
+ * walks. So Python must change it by the second function; a value of NULL unsets the variable. */
 EXPORT const char *standin_getenv(const char *name);
 EXPORT int standin_setenv(const char *name, const char *value);
 
