@@ -26,6 +26,43 @@ const spar_env_row spar_env_rows[] = {
 static const spar_env_row local_ranks = {"local_ranks",       "LOCAL_WORLD_SIZE", "count", 1, INT32_MAX, "",
                                          "ranks on this host"};
 
+static const char *const of_others[] = {"LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "MASTER_ADDR",
+                                        "XDG_CACHE_HOME", "HOME"};
+
+enum {
+    ROWS = sizeof spar_env_rows / sizeof *spar_env_rows - 1,
+    VARIABLES = ROWS + sizeof of_others / sizeof *of_others,
+};
+
+static const char *kept[VARIABLES]; /* atomic, as what follows; NULL: not set */
+static int is_kept;
+
+static const char *name_of(int variable)
+{
+    return variable < ROWS ? spar_env_rows[variable].variable : of_others[variable - ROWS];
+}
+
+void spar_env_read(void)
+{
+    for (int i = 0; i < VARIABLES; i++) {
+        const char *text = getenv(name_of(i)), *before = kept[i];
+        int same = text && before ? strcmp(text, before) == 0 : text == before;
+        if (!same) /* a thread may still use the text before */
+            __atomic_store_n(&kept[i], text ? strdup(text) : NULL, __ATOMIC_RELEASE);
+    }
+    __atomic_store_n(&is_kept, 1, __ATOMIC_RELEASE);
+}
+
+const char *spar_env_text(const char *variable)
+{
+    if (!__atomic_load_n(&is_kept, __ATOMIC_ACQUIRE))
+        return getenv(variable);
+    for (int i = 0; i < VARIABLES; i++)
+        if (strcmp(name_of(i), variable) == 0)
+            return __atomic_load_n(&kept[i], __ATOMIC_ACQUIRE);
+    return NULL;
+}
+
 /* 12, 0.5, .5 or 1e3, in any locale: without the blanks, signs, hexadecimal and inf that strtod accepts. */
 static int read_decimal(const char *text, double *number)
 {
@@ -42,7 +79,7 @@ static int read_decimal(const char *text, double *number)
 
 spar_status spar_env_get(const spar_env_row *row, spar_env_value *value)
 {
-    const char *text = getenv(row->variable);
+    const char *text = spar_env_text(row->variable);
     if (!text || !*text)
         text = row->fallback;
     *value = (spar_env_value){.holds = *text ? SPAR_ENV_TEXT : SPAR_ENV_UNSET, .text = text};

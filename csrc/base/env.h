@@ -29,6 +29,14 @@ typedef struct {
 /* Terminated by a row of NULLs. */
 extern const spar_env_row spar_env_rows[];
 
+/* Reads the environment for what follows. Python calls setenv with its lock held, and that frees what getenv
+ * of another thread walks. So the extension calls this with the lock held, and the core reads what was kept,
+ * for example in a set-up without the lock. Where this was never called, the core calls getenv. */
+void spar_env_read(void);
+
+/* The text of a variable of env.def, or of another one that env.c lists; NULL: not set. Never freed. */
+const char *spar_env_text(const char *variable);
+
 /* Parses one variable. SPAR_INVALID: the message names the variable, its value and what is expected. */
 spar_status spar_env_get(const spar_env_row *row, spar_env_value *value);
 

@@ -2,6 +2,8 @@
 /* The address at which other hosts reach this one. */
 #include "ipc/tcp.h"
 
+#include "base/env.h"
+
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -95,7 +97,7 @@ static int from_route(const char *host, spar_tcp_endpoint *own)
 
 spar_status spar_tcp_own_address(spar_tcp_endpoint *own)
 {
-    const char *name = getenv("GLOO_SOCKET_IFNAME"), *master = getenv("MASTER_ADDR");
+    const char *name = spar_env_text("GLOO_SOCKET_IFNAME"), *master = spar_env_text("MASTER_ADDR");
     if (name && *name) {
         size_t length = strcspn(name, ","); /* gloo uses several in turn */
         if (from_interfaces(name, length, own))

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* spar._C.Comm: one rank's part of a group. */
 #include "python/comm.h"
+#include "base/env.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -46,6 +47,7 @@ PyObject *spar_py_comm(PyObject *Py_UNUSED(module), PyObject *args)
     object->inside = 0;
     snprintf(object->group, sizeof object->group, "%s", group);
     spar_status status;
+    spar_env_read();
     Py_BEGIN_ALLOW_THREADS; /* it may ask a name server, or compile kernels */
     status =
         spar_comm_open(*row, info, world, rank, local_ranks, &native, &object->comm, &object->setup_result);

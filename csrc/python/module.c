@@ -24,6 +24,7 @@ static PyObject *module_env(PyObject *Py_UNUSED(module), PyObject *args)
     spar_env_value value;
     if (!PyArg_ParseTuple(args, "s", &field))
         return NULL;
+    spar_env_read();
     spar_status status = spar_env_field(field, &value);
     if (status != SPAR_OK)
         return spar_raise(status);
@@ -166,6 +167,7 @@ static PyObject *module_threads(PyObject *Py_UNUSED(module), PyObject *args)
     spar_env_value wanted;
     if (!PyArg_ParseTuple(args, "ii", &most, &share))
         return NULL;
+    spar_env_read();
     spar_status status = spar_env_field("threads", &wanted);
     if (status != SPAR_OK)
         return spar_raise(status);

@@ -2,6 +2,7 @@
 /* What a group's set-up asks of the core: what ranks send of themselves, and what follows from it. */
 #include "python/binding.h"
 #include "base/cores.h"
+#include "base/env.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -35,6 +36,7 @@ static PyObject *module_peer_info(PyObject *Py_UNUSED(module), PyObject *args)
     spar_peer_info info;
     if (!PyArg_ParseTuple(args, "|y#", &host, &size))
         return NULL;
+    spar_env_read();
     spar_peer_info_read(&info);
     if (host)
         memcpy(info.host, host, (size_t)size < sizeof info.host ? (size_t)size : sizeof info.host);
@@ -131,6 +133,7 @@ static PyObject *module_own_address(PyObject *Py_UNUSED(module), PyObject *Py_UN
     char text[SPAR_TCP_TEXT];
     spar_tcp_endpoint own = {0};
     spar_status status;
+    spar_env_read();
     Py_BEGIN_ALLOW_THREADS;
     status = spar_tcp_own_address(&own);
     Py_END_ALLOW_THREADS;

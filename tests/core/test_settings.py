@@ -6,8 +6,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from ctypes import byref
+from pathlib import Path
 
 import pytest
 from helpers import core
@@ -229,3 +232,56 @@ def test_other_ranks_have_an_equal_share(masks: list[int]) -> None:
     usable = _C.limits()[0]
     for local_ranks in (1, 2, usable, usable + 1):
         assert shares(masks, local_ranks) == [usable // local_ranks] * len(masks)
+
+
+SLOW_GETENV = """
+#include <string.h>
+#include <unistd.h>
+extern char **environ;
+
+/* The C library's, which is late for this variable: a setenv meanwhile frees what it walks. */
+char *getenv(const char *name)
+{
+    char **each = environ;
+    size_t length = strlen(name);
+    if (strcmp(name, "GLOO_SOCKET_IFNAME") == 0)
+        usleep(200000);
+    for (; *each; each++)
+        if (strncmp(*each, name, length) == 0 && (*each)[length] == '=')
+            return *each + length + 1;
+    return NULL;
+}
+"""
+CHANGES_BESIDE = """
+import importlib.util, os, sys, threading
+
+spec = importlib.util.spec_from_file_location("spar._C", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+done = threading.Event()
+
+def change():
+    for number in range(5000):
+        os.environ[f"CHANGED_{number}"] = ""
+        if done.is_set():
+            return
+
+thread = threading.Thread(target=change)
+thread.start()
+print(core.own_address())
+done.set()
+thread.join()
+"""
+
+
+@pytest.mark.not_under_asan("the program does not preload the sanitizer")
+def test_environment_that_another_thread_changes(tmp_path: Path) -> None:
+    """The extension calls getenv with Python's lock held, without which another thread may call setenv."""
+    source, library = tmp_path / "getenv.c", tmp_path / "getenv.so"
+    source.write_text(SLOW_GETENV)
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    command = [sys.executable, "-c", CHANGES_BESIDE, _C.__file__]
+    done = subprocess.run(
+        command, env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done

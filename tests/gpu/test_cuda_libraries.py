@@ -22,7 +22,7 @@ from helpers.headers import check_declarations, packaged
 pytestmark = pytest.mark.builds
 
 ARCHITECTURES = os.environ.get("CUDA_ARCHITECTURES", "75 90").split()  # make test-core: of each major version
-PARTS = ("base/dynlib", "base/error", "base/util")
+PARTS = ("base/dynlib", "base/env", "base/error", "base/util")
 PARTS += tuple(f"devices/cuda/{name}" for name in ("driver", "nvrtc", "cubin_cache", "kernels"))
 CHILD = """
 import ctypes, locale, sys

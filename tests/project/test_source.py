@@ -378,6 +378,12 @@ def test_only_publish_stores_futex_words() -> None:
     )
 
 
+def test_only_one_file_calls_getenv() -> None:
+    """Python's lock must be held: csrc/base/env.h."""
+    calls = [path.name for path in CSRC.rglob("*.c") if re.search(r"\bgetenv\(", path.read_text())]
+    assert calls == ["env.c"]
+
+
 def test_layout_kinds_are_equal_in_c_and_python_and_drawn_by_tests() -> None:
     numbered = re.findall(r"^    SPAR_([A-Z]+), +/\*", (CSRC / "ops/layout.h").read_text(), re.M)
     assert [getattr(layouts, name) for name in numbered] == list(range(len(numbered)))

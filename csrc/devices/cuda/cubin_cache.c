@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "devices/cuda/cubin_cache.h"
+
+#include "base/env.h"
 #include "devices/cuda/nvrtc.h"
 
 #include <errno.h>
@@ -32,7 +34,7 @@ static uint64_t mix(uint64_t hash, const void *data, size_t size)
 /* Finds or makes the folder; 0 if there is none. */
 static int find_folder(char *folder, size_t size)
 {
-    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    const char *cache = spar_env_text("XDG_CACHE_HOME"), *home = spar_env_text("HOME");
     int n = 0;
     if (cache && *cache == '/')
         n = snprintf(folder, size, "%s/spar", cache);
