@@ -30,6 +30,7 @@ WORLDS = (1, 2, 3, 4, 7)
 FEW = 4  # ranks that a pool has at first: most modules need no more
 TRACERS = ["torch._dynamo", "torch.distributed.tensor.experimental"]  # the second by what Dynamo inlines
 COMPILERS = ["torch._inductor.compile_fx", "sympy.physics"]  # by simplify
+gc.set_threshold(10_000)  # with 700, a tenth of the tests' time is the collector's
 # Otherwise each rank starts processes that import torch, to test that code for this CPU can be loaded.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

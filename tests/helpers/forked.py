@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported last by the process that ranks are forks of: conftest.py and the helpers of many tests.
+"""Imported last by the process that ranks are forks of: the helpers of many tests.
 
 A rank that imports them itself takes three times as long to start.
 """
@@ -12,7 +12,7 @@ import os
 
 from helpers.forks import PATH
 
-MODULES = ["resource", "conftest", "spar.testing", "spar.utils", "spar._model.view"]
+MODULES = ["resource", "spar.testing", "spar.utils", "spar._model.view"]
 MODULES += [
     f"helpers.{name}" for name in ("fault_cases", "operations", "orders", "processes", "whole_attention")
 ]

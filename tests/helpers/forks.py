@@ -11,7 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 _TESTS = Path(__file__).parents[1]
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "pytest", "spar"]  # tests add theirs
+# Tests add theirs. conftest is first: it sets the collector's threshold.
+PRELOAD = ["conftest", "torch", "torch.distributed", "torch.distributed.fsdp", "pytest", "spar"]
 _LAST = "helpers.forked"
 PATH = "PYTEST_SPAR_PATH"  # set while that process imports
 

@@ -51,6 +51,7 @@ def run(module: Any, folder: Path, world: int, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(10_000)  # as conftest.py does
     trainer, root, *runs = sys.argv[1:]
     runner = importlib.import_module(f"trainers.runs.{trainer}")
     for i, words in enumerate(runs):
