@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from report import FAILED, Report
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 Run = Callable[[int, int, str, argparse.Namespace], object]
@@ -79,10 +79,11 @@ def start(run: Run, options: argparse.Namespace, who: str, shares_gpus: bool = F
     """Call run(rank, world, file of a store, options) in a process for each rank; return the exit status."""
     options.backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
     world = count(options, who, shares_gpus)
+    method = "spawn" if options.device == "cuda" else "fork"  # CUDA does not work in a fork
     with tempfile.TemporaryDirectory() as folder:
         arguments: tuple[Any, ...] = world, f"{folder}/store", options
         try:
-            spawn(run, arguments, nprocs=world)
+            start_processes(run, arguments, nprocs=world, start_method=method)
         except ProcessRaisedException as error:
             print(f"{who}: wrong:\n{error}", file=sys.stderr)
             return FAILED
