@@ -163,10 +163,9 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
-@worlds
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
-def test_caches_decide_as_in_one_process(ranks: Ranks, name: str, world: int) -> None:
-    ranks(world, check_caches, name)
+def test_caches_decide_as_in_one_process(ranks: Ranks, name: str) -> None:
+    ranks(3, check_caches, name)
 
 
 # ---- masks and methods ----

@@ -22,12 +22,11 @@ import spar
 from spar._exchange.arguments import ranks_of
 from spar._model import backends
 
-pytestmark = [pytest.mark.one_transport, pytest.mark.compiler]
+pytestmark = [pytest.mark.one_transport, pytest.mark.compiler, pytest.mark.long]
 Group = dist.ProcessGroup
 
 
 RIGHT = {
-    "block": of(Block),
     "causal": of(Block, causal=True),
     "a branch on the length": of(blocks.ByLength),
     "positions": of(blocks.Positions),
@@ -52,7 +51,7 @@ RIGHT = {
     "a Function on a weight": of(models.LimitsWeight),
     "noise in each block": of(models.Noise),
 }
-BY_LENGTH = ("causal", "a branch on the length", "positions", "pieces")
+BY_LENGTH = ("a branch on the length", "positions")
 # With what the report says.
 BY_BLOCK = {
     "a checkpoint around blocks": (of(Block, blocks.CheckpointAround), "no block begins in its graph"),
@@ -80,12 +79,7 @@ def check_right(rank: int, world: int, group: Group, name: str, **options: Any) 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_model_is_one_graph(ranks: Ranks, name: str) -> None:
-    ranks(2, check_right, name)
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_a_model_is_one_graph_on_more_ranks(ranks: Ranks, world: int) -> None:
-    ranks(world, check_right, "tables in a tuple")
+    ranks(3 if name == "tables in a tuple" else 2, check_right, name)
 
 
 def check_by_block(rank: int, world: int, group: Group, name: str) -> None:
@@ -273,9 +267,8 @@ def check_one_fails(rank: int, world: int, group: Group) -> None:
     assert expected in compared.report.why_by_block[0] and expected in compared.reasons
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_cannot_compile_makes_all_go_by_block(ranks: Ranks, world: int) -> None:
-    ranks(world, check_one_fails)
+def test_a_rank_that_cannot_compile_makes_all_go_by_block(ranks: Ranks) -> None:
+    ranks(3, check_one_fails)
 
 
 def check_fails_before(rank: int, world: int, group: Group) -> None:
@@ -304,9 +297,8 @@ def check_fails_before(rank: int, world: int, group: Group) -> None:
     assert compared.graphs == 1 and not compared.report.why_by_block, compared.report
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_fails_before_the_others_agree(ranks: Ranks, world: int) -> None:
-    ranks(world, check_fails_before)
+def test_a_rank_that_fails_before_the_others_agree(ranks: Ranks) -> None:
+    ranks(3, check_fails_before)
 
 
 def check_replaced(rank: int, world: int, group: Group) -> None:
