@@ -32,7 +32,7 @@ help:
 	@echo 'make demo    train a small model sharded and in one process; draw demo.png (LAYOUT=plain, hybrid, packed; RANKS=)'
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make smoke   run spar check: every operation on two ranks'
-	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
+	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; MARKS=: also test-compile; ARGS= goes to pytest)'
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-compile  run the tests that torch.compile takes seconds in (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by clang and under sanitizers (ARGS= goes to pytest)'
@@ -100,11 +100,13 @@ GROUPS_CLOSED ?= 10000
 JOBS_ENDED ?= 40
 soak: build .venv/.test
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m helpers.soak $(SECONDS) $(ARGS)
-	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -q tests/faults/test_many_groups.py \
-	tests/faults/test_process.py -k 'groups_do_not_leak or exit_waits_for_threads'
+	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -n $(WORKERS) -q \
+	tests/faults/test_many_groups.py tests/faults/test_process.py -k 'groups_do_not_leak or exit_waits_for_threads'
 
+# Which tests `make test` runs, by pytest's -m. Empty: also those of test-compile, which compute while others wait.
+MARKS ?= not compiler
 test: build .venv/.test
-	@$(BIN)/pytest -n $(WORKERS) -m 'not compiler' $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) -m '$(MARKS)' $(ARGS)
 
 # All modules are collected: tests with this mark are in many.
 test-compile: build .venv/.test
