@@ -34,6 +34,23 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "use_cache": False,
+    "pad_token_id": 0,
+    # of experts, and of latent attention
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 2,
+    "shared_expert_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 
 
@@ -67,8 +84,17 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+def config_of(kind: str, **changes: Any) -> Any:
+    """Return a small config of a type, with those of the sizes that it has."""
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    sizes = {key: value for key, value in (SIZES | changes).items() if key in known}
+    if "qk_rope_head_dim" in sizes:  # its head_dim is that of rotary embeddings
+        sizes |= {"head_dim": 8, "num_key_value_heads": sizes["num_attention_heads"]}
+    return transformers.AutoConfig.for_model(kind, **sizes)
+
+
 def make(kind: str, **changes: Any) -> Any:
-    config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    config = config_of(kind, **changes)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -89,13 +115,16 @@ def check_peaks(rank: int, world: int, group: Group, folder: Path, kind: str, vo
     (folder / f"{rank}").write_text(json.dumps(peaks))
 
 
-@pytest.mark.parametrize(("kind", "vocabulary"), [("llama", 8000), ("qwen3", 300)])
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"),
+    [("llama", 8000), ("qwen3", 300), ("gemma3_text", 300), ("qwen3_moe", 300), ("deepseek_v3", 300)],
+)
 def test_activations_are_within_15_percent_of_a_step(
     kind: str, vocabulary: int, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks(2, check_peaks, tmp_path, kind, vocabulary)
     peaks = json.loads((tmp_path / "0").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": kind, "vocab_size": vocabulary}))
+    config_of(kind, vocab_size=vocabulary).save_pretrained(tmp_path)
     given = ["--json", "--ranks", "2", "--tokens", str(TOKENS), "--model", str(tmp_path)]
     assert main(["plan", *given]) == 0
     for use, found in zip(json.loads(capsys.readouterr().out)["memory"][:2], peaks, strict=True):
@@ -105,11 +134,35 @@ def test_activations_are_within_15_percent_of_a_step(
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_parameters_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "num_attention_heads": 32, "head_dim": 64, "vocab_size": 3000}
+    config = config_of(kind, **sizes, intermediate_size=3000, moe_intermediate_size=512)
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        config = transformers.AutoConfig.for_model(kind.removesuffix("_text"), text_config=config.to_dict())
+        auto = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        model = make(kind, hidden_size=1024, intermediate_size=3000, num_attention_heads=32, head_dim=64)
-    model.config.save_pretrained(tmp_path)
-    expected = sum(p.numel() for p in model.parameters())
-    assert read_model(str(tmp_path)).parameters == pytest.approx(expected, rel=1e-3)
+        model = auto.from_config(config)
+    config.save_pretrained(tmp_path)
+    expected = sum(p.numel() for name, p in model.named_parameters() if ".visual." not in name)
+    found = read_model(str(tmp_path))
+    assert found.parameters == pytest.approx(expected, rel=0.01)
+    assert found.is_part == (auto is transformers.AutoModelForImageTextToText)
+    default = transformers.AutoConfig.for_model(kind).to_dict().get("tie_word_embeddings")
+    assert found.is_part or TYPES[kind].defaults.get("tie_word_embeddings", False) == default
+
+
+def test_text_models_whose_config_leaves_out_sizes(tmp_path: Path) -> None:
+    """Configs of Gemma 3 do, and those of Qwen2.5-VL of an earlier release have no text_config."""
+    few = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **few}}))
+    default, found = transformers.Gemma3TextConfig(), read_model(str(path))
+    names = "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"
+    sizes = found.vocabulary, found.heads, found.key_heads, found.width, found.tied
+    assert sizes == tuple(getattr(default, name) for name in names)
+    whole = {"model_type": "qwen2_5_vl", "vocab_size": 300, "num_attention_heads": 4, "vision_config": {}}
+    path.write_text(json.dumps(whole | few))
+    assert read_model(str(path)).is_part and read_model(str(path)).width == 16
 
 
 def check_recipe(rank: int, world: int, group: Group) -> None:

@@ -49,6 +49,7 @@ BASE = Layer(
     heads=4,
     key_heads=2,
     width=WIDTH,
+    value_width=WIDTH,
     tokens=65,
     ranks=2,
     layers=3,
@@ -382,6 +383,7 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*given, "--device-memory", "0.5"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("4 heads, 2 key heads, width 16, bfloat16") and "FSDP2 over 4 ranks" in text
+    assert 'recommended: spar.parallelize(model, group, layout="zigzag", method="gather")\n' in text
     assert main([*given, "--json"]) == 0
     plain, checkpoints, tiles = json.loads(capsys.readouterr().out)["memory"]
     parameters = 2 * (3 * 64 * 160 + 2 * 6 * 16 * 64) + 2 * 32000 * 64

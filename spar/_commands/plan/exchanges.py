@@ -109,8 +109,12 @@ def exchanged(layer: Layer, method: str, kind: str, rank: int) -> Traffic:
     tokens, dtype = at.layout.sizes[rank], layer.dtype
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = (
-            torch.empty(layer.batch, tokens, heads, layer.width, dtype=dtype, requires_grad=True)
-            for heads in (layer.heads, layer.key_heads, layer.key_heads)
+            torch.empty(layer.batch, tokens, heads, width, dtype=dtype, requires_grad=True)
+            for heads, width in (
+                (layer.heads, layer.width),
+                (layer.key_heads, layer.width),
+                (layer.key_heads, layer.value_width),
+            )
         )
     groups = (at.ulysses, at.ring) if kind == HYBRID else None
     with torch.enable_grad(), _Exchanges() as seen:

@@ -26,6 +26,7 @@ class Layer:
 
     Attributes:
         heads, key_heads, width: of the attention.
+        value_width: of a head's values.
         tokens: of the whole sequence, all documents together.
         ranks: that share it.
         layers: of the model.
@@ -41,6 +42,7 @@ class Layer:
     heads: int
     key_heads: int
     width: int
+    value_width: int
     tokens: int
     ranks: int
     layers: int

@@ -8,10 +8,11 @@ Parameters are float32, sharded by FSDP2, and the model computes in the layer's 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..._attention.grid import fewest_bytes_2d
-from .config import Model
 from .layer import HYBRID, Layer
+from .model import Model
 from .ways import Way
 
 SLOT = 128 << 20  # bytes that a group keeps over push at first
@@ -67,24 +68,28 @@ def uses(model: Model, layer: Layer, way: Way, shards: int) -> list[Use]:
         shards: the ranks over which FSDP2 shards the parameters.
     """
     item, tokens = layer.dtype.itemsize, layer.batch * way.tokens
-    hidden, wide = model.hidden, model.intermediate
-    # As float32, normed, and times the weight, in each norm.
-    norm = tokens * (hidden * (4 + 2 * item) + 4)
-    saved = 2 * norm + _attention(model, layer, way) + 4 * item * tokens * wide
-    gradients = item * tokens * (2 * wide + hidden)
-    logits = tokens * model.vocabulary * 3 * 4
-    queries = tokens * (model.heads + 2 * model.key_heads) * model.width * item
+    hidden, decoder = model.hidden, model.decoder
+    norm = 4 * decoder.floats + item * decoder.items
+    around = tokens * hidden * (decoder.norms * norm + item * decoder.inputs)
+    around += _attention(model, layer, way, norm)
+    kinds = [(model.layers - model.sparse, _mlp(model, item)), (model.sparse, _experts(model, item))]
+    kinds = [(count, cost) for count, cost in kinds if count]
+    saved = sum(count * (around + tokens * cost.kept) for count, cost in kinds)
+    gradients = max(tokens * cost.gradients for _, cost in kinds)
+    again = max(around + tokens * (cost.kept + cost.gradients) for _, cost in kinds)
+    logits = tokens * model.vocabulary * (3 * 4 + item * model.capped)
+    exchanged = model.heads * model.width + model.key_heads * (model.width + model.value_width)
 
     def use(name: str, checkpoints: bool, tiles: bool) -> Use:
-        kept = item * tokens * hidden if checkpoints else saved
+        kept = item * tokens * hidden * model.layers if checkpoints else saved
         return Use(
             name,
             state=16 * model.parameters // shards,
             gathered=item * (model.outside + model.of_head) + (3 * item + 4) * model.of_layer,
             embeddings=layer.batch * layer.tokens * hidden * item,
-            exchanges=SLOT + queries,
-            kept=model.layers * kept + norm,
-            layer=gradients + (saved if checkpoints else 0),
+            exchanges=SLOT + tokens * exchanged * item,
+            kept=kept + tokens * hidden * (norm + item),
+            layer=again if checkpoints else gradients,
             logits=TILES + tokens * hidden * (4 + item) if tiles else logits,
         )
 
@@ -95,19 +100,49 @@ def uses(model: Model, layer: Layer, way: Way, shards: int) -> list[Use]:
     ]
 
 
-def _attention(model: Model, layer: Layer, way: Way) -> int:
-    """Return the bytes that the attention of a layer keeps: queries, keys, values, outputs, log-sum-exps."""
+class _Cost(NamedTuple):
+    """Bytes of a token: kept until backward, and the gradients that live at once there."""
+
+    kept: int
+    gradients: int
+
+
+def _mlp(model: Model, item: int) -> _Cost:
+    wide = model.intermediate
+    return _Cost(item * model.decoder.wide * wide, item * (wide + model.hidden))
+
+
+def _experts(model: Model, item: int) -> _Cost:
+    """Return the cost of experts, which compute a token once for each expert that it is sent to."""
+    experts, hidden, decoder = model.experts, model.hidden, model.decoder
+    if experts is None:
+        return _Cost(0, 0)
+    kept = experts.chosen * (decoder.wide * experts.width + 2 * hidden) + decoder.wide * experts.shared
+    weighted = item + (8 if decoder.in_floats else item)
+    return _Cost(item * kept, experts.chosen * hidden * weighted)
+
+
+def _attention(model: Model, layer: Layer, way: Way, norm: int) -> int:
+    """Return the bytes that the attention of a layer keeps: queries, keys, values, outputs, log-sum-exps.
+
+    Args:
+        norm: bytes that a norm keeps of an element.
+    """
     tokens = layer.batch * way.tokens
     item, width = layer.dtype.itemsize, model.width
-    queries, own = tokens * model.heads * width * item, 2 * tokens * model.key_heads * width * item
+    queries, outputs = [tokens * model.heads * size * item for size in (width, model.value_width)]
+    own = tokens * model.key_heads * (width + model.value_width) * item
     # Ulysses holds more than a rank's own where ranks share key heads; alone, a rank exchanges none.
     more = max(own, way.held)
     keys = {"gather": own + way.held, "ring": own, HYBRID: own}.get(way.method, more)
-    normed = tokens * (model.heads + model.key_heads) * width * (4 + item) if model.normed else 0
+    if model.latent:
+        normed = tokens * (model.latent.queries + model.latent.keys) * (norm + item)
+    else:
+        normed = tokens * (model.heads + model.key_heads) * width * norm * model.decoder.normed
     if way.method == "2d":
         # A rank attends with all heads of its row's queries, and merges results of the row.
         _, columns = fewest_bytes_2d(model.heads, model.key_heads, layer.ranks)
-        results = (2 * columns + 2) * queries + (2 * columns + 1) * 4 * tokens * model.heads
+        results = queries + (2 * columns + 1) * outputs + (2 * columns + 1) * 4 * tokens * model.heads
         return results + keys + normed
-    outputs = queries * (1 if way.method in ("gather", "ring") else 2)  # before the exchange and behind it
-    return queries + keys + outputs + 4 * tokens * model.heads + normed
+    results = outputs * (1 if way.method in ("gather", "ring") else 2)  # before the exchange and behind it
+    return queries + keys + results + 4 * tokens * model.heads + normed

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..printing import count_text, size_text, table, time_text
-from .config import Model
-from .layer import Layer
+from .layer import HYBRID, OF_DOCUMENTS, Layer
 from .memory import USABLE, Use
+from .model import Model
 from .ways import Way, planned_ranks, recommended
 
 HEADER = ("method", "layout", "rank", "forward", "backward", "step", "held", "activations", "work")
@@ -25,20 +25,25 @@ ROWS = {
 }
 
 
-def text_of(layer: Layer, ways: Sequence[Way]) -> str:
+def text_of(layer: Layer, ways: Sequence[Way], of_model: bool = False) -> str:
     parts = [_title(layer), _table(ways)]
     notes = [note for way in ways for note in way.notes]
     if remarks := [*_refused(ways), *dict.fromkeys(notes)]:
         parts.append("\n".join(remarks))
     best, why = recommended(ways)
-    parts.append(f"recommended: {call_of(best, layer)}\n{why}")
+    parts.append(f"recommended: {call_of(best, layer, of_model)}\n{why}")
     return "\n\n".join(parts)
 
 
-def call_of(way: Way, layer: Layer) -> str:
-    """Return what a user writes for a way."""
-    lengths = "lengths" if way.layout in ("packed", "balanced") else layer.tokens
-    method = "" if way.default else f', method="{way.method}"'
+def call_of(way: Way, layer: Layer, of_model: bool) -> str:
+    """Return what a user writes for a way, in one's own code or for a model."""
+    lengths = "lengths" if way.layout in OF_DOCUMENTS else layer.tokens
+    method = "" if way.default and not (of_model and way.method == HYBRID) else f', method="{way.method}"'
+    if of_model:
+        layout = "" if way.layout in ("even", HYBRID) else f', layout="{way.layout}"'
+        if way.layout in OF_DOCUMENTS:
+            layout = f", layout=lambda _: spar.SequenceLayout.{way.layout}(lengths, group)"
+        return f"spar.parallelize(model, group{layout}{method})"
     causal = ", causal=True" if layer.causal else ""
     mask = ", mask=spar.Spans.documents(ids)" if layer.mask(way.layout) is not None else ""
     window = f", window={layer.sides}" if layer.sides else ""
@@ -55,7 +60,8 @@ def memory_text(model: Model, layer: Layer, way: Way, used: Sequence[Use], shard
     rows.append((f"fits in {USABLE:.0%} of {size_text(device)}", *fits))
     rows.append(("tokens that fit", *[f"{use.longest(layer.tokens, device):,}" for use in used]))
     title = f"memory of rank {way.tokens_rank}, which has the most tokens ({way.tokens:,} of a sequence), by "
-    title += f"{way.method} over {way.layout}; {model.parameters / 1e9:.2f}e9 parameters, FSDP2 over "
+    what = "parameters of the text model, the others are not counted" if model.is_part else "parameters"
+    title += f"{way.method} over {way.layout}; {model.parameters / 1e9:.2f}e9 {what}, FSDP2 over "
     return f"{title}{count_text(shards, 'rank')}\n{table(rows, range(1, len(used) + 1))}"
 
 

@@ -14,9 +14,10 @@ from ..._control.speeds import Speeds, read
 from ..printing import GIB, progress
 from ..ranks import UsageError, add_device_arguments, squarest
 from . import measure
-from .config import Model, read_model
+from .config import read_model
 from .layer import Layer, drawn_documents
 from .memory import uses
+from .model import Model
 from .report import call_of, memory_text, text_of
 from .ways import Way, evaluate, planned_ranks, recommended, ways_of
 
@@ -103,7 +104,8 @@ def run(args: Namespace) -> int:
     used = [] if model is None else uses(model, layer, best, args.shards)
     if args.json:
         facts = {**asdict(layer), "dtype": args.dtype, "documents": list(layer.documents)}
-        call = {"method": best.method, "layout": best.layout, "call": call_of(best, layer), "reason": why}
+        text = call_of(best, layer, model is not None)
+        call = {"method": best.method, "layout": best.layout, "call": text, "reason": why}
         whole = {
             "layer": facts,
             "planned_ranks": planned_ranks(layer.ranks),
@@ -113,7 +115,7 @@ def run(args: Namespace) -> int:
         }
         print(json.dumps(whole, indent=1))
     else:
-        print(text_of(layer, ways))
+        print(text_of(layer, ways, model is not None))
         if model is not None:
             print(f"\n{memory_text(model, layer, best, used, args.shards, args.device_memory * GIB)}")
     return 0
@@ -130,12 +132,13 @@ def _model_of(args: Namespace) -> Model | None:
     if args.model is None:
         for name, size in DEFAULTS.items():
             setattr(args, name, size if getattr(args, name) is None else getattr(args, name))
+        args.value_width = args.width
         return None
     if passed:
         name = passed[0].replace("_", "-")
         raise UsageError(f"--{name} is passed with --model, which has it; expected one of them")
     model = read_model(args.model)
-    for name in OF_MODEL:
+    for name in (*OF_MODEL, "value_width"):
         setattr(args, name, getattr(model, name))
     return model
 
@@ -180,6 +183,7 @@ def layer_of(args: Namespace) -> Layer:
         heads=args.heads,
         key_heads=key_heads,
         width=args.width,
+        value_width=args.value_width,
         tokens=tokens,
         ranks=args.ranks,
         layers=args.layers,
