@@ -237,4 +237,7 @@ def recommended(ways: Sequence[Way]) -> tuple[Way, str]:
         return best, f"It is the only way {limit}."
     alone = [way.waited for way in even].count(best.waited) == 1
     sends = "it sends the fewest bytes" if alone else "none sends fewer bytes"
-    return best, f"Of the {len(even)} ways {limit}, {sends}: {size_text(best.waited)} in a step."
+    sent = f"{size_text(best.waited)} in a step"
+    if any(way.step < best.waited for way in even):  # the table's bytes are of one rank
+        sent += ", of the ranks that send the most in forward and in backward"
+    return best, f"Of the {len(even)} ways {limit}, {sends}: {sent}."
