@@ -62,8 +62,6 @@ from . import (
     sharding as sharding,
     topology as topology,
 )
-from ._attention.attention import attention
-from ._attention.spans import Spans
 from ._control.state import Transport
 from ._exchange.rows import Rows
 from ._exchange.work import Work
@@ -159,11 +157,18 @@ __all__ = [
 
 if _TYPE_CHECKING:
     from . import data as data, integrations as integrations, testing as testing, utils as utils
+    from ._attention.attention import attention as attention
+    from ._attention.spans import Spans as Spans
     from .integrations._parallelize import parallelize as parallelize, unparallelize as unparallelize
 
 
 def __getattr__(name: str) -> object:
-    """Import at their first use what few callers need, and what needs more of torch than public names."""
+    """Import at its first use what not all callers need: attention takes a third of the time of all."""
+    if name in ("attention", "Spans"):
+        from ._attention import attention, spans
+
+        globals().update(attention=attention.attention, Spans=spans.Spans)
+        return globals()[name]
     if name in ("parallelize", "unparallelize"):
         from .integrations import _parallelize
 
@@ -177,3 +182,8 @@ def __getattr__(name: str) -> object:
 
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names of `__all__`, too, before their first use: `help(spar)` shows what this lists."""
+    return [*{*globals(), *__all__}]

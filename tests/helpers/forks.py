@@ -12,7 +12,8 @@ from unittest import mock
 
 _TESTS = Path(__file__).parents[1]
 # Tests add theirs. conftest is first: it sets the collector's threshold.
-PRELOAD = ["conftest", "torch", "torch.distributed", "torch.distributed.fsdp", "pytest", "spar"]
+PRELOAD = ["conftest", "torch", "torch.distributed", "torch.distributed.fsdp", "pytest"]
+PRELOAD += ["spar", "spar._attention.attention"]
 _LAST = "helpers.forked"
 PATH = "PYTEST_SPAR_PATH"  # set while that process imports
 
