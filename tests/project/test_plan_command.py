@@ -30,6 +30,7 @@ from spar._attention.grid_methods import SHAPES
 from spar._attention.travel import shifts_by_runs
 from spar._commands.arguments import main
 from spar._commands.plan import measure, ways as ways_module
+from spar._commands.plan.decoders import TYPES
 from spar._commands.plan.exchanges import Traffic, exchanged
 from spar._commands.plan.layer import HYBRID, OF_DOCUMENTS, Layer, drawn_documents, placed
 from spar._commands.plan.report import text_of
@@ -408,6 +409,12 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (tmp_path / "other.json").write_text(json.dumps(config | {name: value}))
         assert main([*given[:-3], str(tmp_path / "other.json")]) == 2
         assert f"{value!r}; expected" in capsys.readouterr().err
+
+
+def test_page_lists_the_types_of_models() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "does-it-fit.md").read_text()
+    listed = set(re.findall("[a-z0-9_]+", page.split("| decoders | types |")[1].split("- What")[0]))
+    assert [kind for kind in TYPES if not {kind, kind.removesuffix("_text")} & listed] == []
 
 
 @pytest.mark.parametrize(
