@@ -37,8 +37,8 @@ def are_copies(name: str, args: Any, base: Any, out: Any, is_moved: bool) -> boo
     """Whether results that would share a tensor's memory if nothing was sharded do not."""
     if not isinstance(base, Tensor) or not is_view(name, args) or (name in _MAY_COPY and not is_moved):
         return False
-    memory = base.untyped_storage()._cdata
-    return any(x.untyped_storage()._cdata != memory for x in tensors_in(out))
+    memory = memory_of(base)
+    return any(memory_of(x) != memory for x in tensors_in(out))
 
 
 def has_no_gaps(x: Tensor, dim: int) -> bool:
@@ -51,6 +51,12 @@ def _is_basic(index: Any) -> bool:
     return all(
         entry is None or entry is Ellipsis or isinstance(entry, (slice, Integral)) for entry in entries
     )
+
+
+def memory_of(x: Tensor) -> int:
+    """Return the address of a tensor's storage: tensors that share memory have the same."""
+    number: int = x.untyped_storage()._cdata
+    return number
 
 
 def version_of(x: Tensor) -> int | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .aliases import Aliases
-from .memory import memory_order
+from .memory import memory_of, memory_order
 from .nested import changed, tensors_in
 from .part import Part, mark, part_of
 from .patches import reentered
@@ -118,15 +118,18 @@ class TiledCall:
         fixed = [*tensors, *self.module.parameters(), *self.module.buffers()]
         with self.view.on_tile(tile, _Unchanged(fixed), place), self.autocast:
             out = self.run(*args, **kwargs)
-        return self.checked(out, tile)
+        return self.checked(out, tile, tensors)
 
-    def checked(self, out: Any, tile: TileParts) -> Any:
-        """Return what a run returned, if it is of the tile's tokens."""
-        if not (is_plain(out) and tensors_in(out)):
+    def checked(self, out: Any, tile: TileParts, given: Sequence[Tensor]) -> Any:
+        """Return what a run returned, if it is of the tile's tokens, in memory of its own."""
+        found = tensors_in(out)
+        if not (is_plain(out) and found):
             raise NotByToken(f"returns a {type(out).__name__}")
-        for x in tensors_in(out):
+        for x in found:
             if (part := part_of(x)) is None or part.parts is not tile:
                 raise NotByToken("returns a tensor that is not one of its tokens")
+        if len({memory_of(x) for x in (*given, *found)}) < len({*map(memory_of, given)}) + len(found):
+            raise NotByToken("returns tensors that share memory with an argument or each other")
         return out
 
     def joined(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -255,10 +258,10 @@ class _Unchanged(Aliases):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self._fixed = {x.untyped_storage()._cdata for x in tensors if torch._C._has_storage(x)}
+        self._fixed = {memory_of(x) for x in tensors if torch._C._has_storage(x)}
 
     def write(self, x: Tensor) -> bool:
-        if torch._C._has_storage(x) and x.untyped_storage()._cdata in self._fixed:
+        if torch._C._has_storage(x) and memory_of(x) in self._fixed:
             raise NotByToken(f"changes an argument, parameter or buffer in place at {place_of_caller()}")
         return super().write(x)
 

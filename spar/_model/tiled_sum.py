@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .tiled_call import AGAIN, TiledCall, in_dtypes, named_parameters
 class TiledSum(TiledCall):
     """A call whose run returns the sum of what it computes of a tile's tokens, a 0-dim tensor."""
 
-    def checked(self, out: Any, tile: TileParts) -> Any:
+    def checked(self, out: Any, tile: TileParts, given: Sequence[Tensor]) -> Any:
         return out
 
     def sum(self, inputs: list[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from .dtensors import is_distributed
 from .generators import draws_since, restored, states
 from .later import Later
 from .library import Library, RunModule
+from .memory import memory_of
 from .nested import tensors_in
 from .part import Part, part_of, whole_numel
 from .tile_parts import NotByToken
@@ -198,23 +199,18 @@ class _Saved:
     """What autograd saves of a tile beside its arguments and weights, and casts of weights."""
 
     def __init__(self, inputs: list[Tensor], weights: list[Tensor]) -> None:
-        self.known = {_memory(x) for x in (*inputs, *weights)}
+        self.known = {memory_of(x) for x in (*inputs, *weights)}
         self.shapes = {tuple(sorted(x.shape)) for x in weights}
         self.found: dict[int, int] = {}  # bytes by memory
 
     def add(self, x: Tensor) -> Tensor:
         if tuple(sorted(x.shape)) not in self.shapes:
-            self.found[_memory(x)] = x.numel() * x.itemsize
+            self.found[memory_of(x)] = x.numel() * x.itemsize
         return x
 
     def bytes_without(self, results: list[Tensor]) -> int:
-        known = self.known.union(map(_memory, results))
+        known = self.known.union(map(memory_of, results))
         return sum(count for memory, count in self.found.items() if memory not in known)
-
-
-def _memory(x: Tensor) -> int:
-    address: int = x.untyped_storage()._cdata
-    return address
 
 
 @contextmanager

@@ -286,6 +286,7 @@ class Layer(nn.Module):
             "by_mode": ByMode(),
             "appends": Appends(),
             "by_length": ByLength(),
+            "adds": Adds(),
             "drops": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Dropout(0.5), nn.Linear(32, 8)),
             "is_hooked": nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)),
         }
@@ -400,6 +401,27 @@ class ByLength(Mlp):
         return super().forward(x + place)
 
 
+class Shares(Mlp):
+    """Returns its argument, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x.clone())
+
+
+class Adds(nn.Module):
+    """Changes its argument by the name under which a module returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Shares()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        same, y = self.inner(x)
+        same += y
+        return x + x.cumsum(1) / x.size(1)
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -451,6 +473,8 @@ def check_modules(rank: int, world: int, group: Group) -> None:
         "Keeps": "changes its attribute kept",
         "Appends": "changes its attribute calls",
         "ByLength": "mixes tokens",
+        "Adds": "has cumsum",
+        "Shares": "returns tensors that share memory with an argument or each other",
         "Sequential": "has random numbers",
     }
     with pytest.raises(RuntimeError, match="ran by tiles, whose gradients cannot"):
