@@ -8,7 +8,7 @@ the whole. A cross entropy then runs all of them on each tile. Any other functio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -49,7 +49,7 @@ class Later:
 
     call: of the module, whose forward it postpones. run: computes the module's result in the view, at once.
     inputs: the tensors among the arguments of `call`.
-    before, function: if it is a function's result, of what.
+    before, function, read: if it is a function's result, of what, and which other tensors it reads.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Later:
         inputs: list[Tensor],
         before: Later | None = None,
         function: Callable[[Tensor], Any] | None = None,
-        read: list[Tensor] | None = None,
+        read: Sequence[Tensor] = (),
     ) -> None:
         self.call, self.run, self.inputs = call, run, inputs
         self.before, self.function = before, function
@@ -68,9 +68,8 @@ class Later:
         self.family: WeakValueDictionary[int, Later] = before.family if before else WeakValueDictionary()
         self.family[id(self)] = self
         self.value: Tensor | None = None
-        module, read = call.module, read or []
-        tensors = read if before else [*inputs, *module.parameters(), *module.buffers()]
-        self.versions = [(x, version_of(x)) for x in tensors]
+        self.read = read
+        self.state = self._state()
 
     def begin(self) -> Tensor | None:
         """Return what stands for the result; None where there is no such. Call it outside of the view."""
@@ -107,11 +106,17 @@ class Later:
                 view.may_wait = before
         return cast(Tensor, self.value)
 
+    def _state(self) -> dict[Tensor, tuple[int | None, bool]]:
+        """Return what is read to compute this, and what shows a change of each."""
+        module = self.call.module
+        read = self.read if self.before else [*self.inputs, *module.parameters(), *module.buffers()]
+        return {x: (version_of(x), x.requires_grad) for x in read}
+
     def _check_unchanged(self) -> None:
-        if any(version_of(x) != version for x, version in self.versions):
+        if self._state() != self.state:
             raise self.call.view.error(
                 type(self.call.module).__name__,
-                "is computed where its result is read, and what it reads was changed in place since",
+                "is computed where its result is read, and what it reads was changed, replaced or frozen",
                 "change a clone, or parallelize the model without tile",
             )
 

@@ -262,6 +262,7 @@ def _unseen(own: Callable[..., Any], name: str, advice: str) -> Callable[..., An
         view = current_view()
         if view is None or not has_part(args, kwargs):
             return own(*args, **kwargs)
+        args, kwargs = computed((args, kwargs))
         if name == "as_subclass":
             return mark(own(*args, **kwargs), part_of(args[0]))
         raise view.error(name, "reads the memory of sharded tensors", advice)
@@ -275,6 +276,7 @@ def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
         view = current_view()
         if view is None or not has_part(args, kwargs):
             return own(self, *args, **kwargs)
+        args, kwargs = computed((args, kwargs))
         return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
 
     return call
@@ -302,6 +304,7 @@ def _recomputed(own: Callable[..., Any]) -> Callable[..., Any]:
         if view is None:
             yield from own(function, *args, **kwargs)
             return
+        args, kwargs = computed((args, kwargs))
         # A checkpoint in another saves its arguments, by their local shapes, which lose their parts.
         parts = [part_of(x) for x in tensors_in(args, kwargs)]
 
@@ -358,19 +361,20 @@ def reentered(view: View, parts: Parts) -> Iterator[None]:
 
 
 def _in(view: View, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that backward may call again, outside of the view: with the same blocks compiled."""
-    backend_of, parts = view.backend_of, view.parts
+    """Return a function that backward may call again, outside of the view: as in this forward."""
+    forward, parts = (view.backend_of, view.has_later), view.parts
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if current_view() is view:
             return function(*args, **kwargs)
-        before, view.backend_of = view.backend_of, backend_of
+        before = view.backend_of, view.has_later
+        view.backend_of, view.has_later = forward
         try:
             with reentered(view, parts):
                 return function(*args, **kwargs)
         finally:
-            view.backend_of = before
+            view.backend_of, view.has_later = before
 
     return run
 

@@ -39,7 +39,9 @@ class _Sum(torch.autograd.Function):
             return [(x, torch.ones_like(x))]
 
         needs = ctx.needs_input_grad[1:]
-        found = call.differentiated(tensors, needs, None, of_tile).found
+        # A checkpoint around the loss would recompute for each tile what is differentiated here.
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            found = call.differentiated(tensors, needs, None, of_tile).found
         ctx.kinds, ctx.module = [x.dtype for x in tensors], type(call.module).__name__
         ctx.save_for_backward(*found)
         return total.to(kind)

@@ -227,13 +227,38 @@ def checkpointed(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return of_mean(checkpoint(head, x, use_reentrant=True), labels)
 
 
+def loss_in_checkpoint(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    passed = checkpoint(of_mean, logits * 2, labels, use_reentrant=False)
+    return passed + checkpoint(lambda labels: of_mean(logits, labels), labels, use_reentrant=False)
+
+
+@torch.jit.script
+def scripted_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def seen_by_no_mode(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    return scripted_mean(logits, labels) + of_mean(logits.as_subclass(nn.Buffer), labels)
+
+
+def frozen_since(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
+    head.requires_grad_(False)
+    return of_mean(logits, labels)
+
+
 def input_changed(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     logits = head.requires_grad_(False)(x)
     x.mul_(2)
     return of_mean(logits, labels)
 
 
-LOSSES = changed_in_place, without_gradients, hooked, used_often, all_ignored, checkpointed
+LOSSES = (
+    *(changed_in_place, without_gradients, hooked, used_often, all_ignored),
+    *(checkpointed, loss_in_checkpoint, seen_by_no_mode),
+)
 
 
 def check_losses(rank: int, world: int, group: Group) -> None:
@@ -253,9 +278,10 @@ def check_losses(rank: int, world: int, group: Group) -> None:
             results.append([out.detach(), *gradients(model, group)])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, equal_nan=True, msg=loss.__name__)
-    tiled.loss = input_changed
-    with pytest.raises(RuntimeError, match="what it reads was changed in place since"):
-        tiled(x, labels)
+    for loss in (frozen_since, input_changed):
+        tiled.loss = loss
+        with pytest.raises(RuntimeError, match="what it reads was changed, replaced or frozen"):
+            tiled(x, labels)
     tiled.loss = lambda head, x, labels: of_mean(head.requires_grad_()(x).double(), labels)
     gc.collect()
     gc.disable()
@@ -268,6 +294,34 @@ def check_losses(rank: int, world: int, group: Group) -> None:
 
 def test_uses_of_logits(pool: Ranks) -> None:
     pool(2, check_losses)
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def check_checkpointed_loss(rank: int, world: int, group: Group) -> None:
+    """A checkpoint around head and loss runs the head once for each tile in forward, and once in backward."""
+
+    def loss(head: nn.Module, x: Tensor, labels: Tensor) -> Any:
+        return checkpoint(lambda x: of_mean(head(x), labels), x, use_reentrant=False)
+
+    model = Head(loss)
+    model.head = Counted(8, VOCABULARY)
+    spar.parallelize(model, group, blocks=["layers.*"], tile=2)
+    x, labels = torch.randn(2, 23, 8), torch.arange(46).view(2, 23)
+    model(x, labels).backward()  # finds what runs on tiles
+    Counted.calls = 0
+    model(x, labels).backward()
+    assert Counted.calls == 2 * (1 + 6)  # without tokens, and 6 tiles
+
+
+def test_checkpoint_around_the_loss(pool: Ranks) -> None:
+    pool(2, check_checkpointed_loss)
 
 
 class Layer(nn.Module):
