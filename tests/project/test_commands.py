@@ -225,6 +225,7 @@ def test_difference_names_the_first_wrong_element() -> None:
         (["bench", "--median", "setup.py"], "setup.py is not a file that `spar bench` wrote"),
         (["check", "--device", "toaster"], "--device is 'toaster'; expected cpu, cuda"),
         (["check", "--device", "xpu"], "finds no such device here; see `python -m spar info`"),
+        (["check", "--backend", "toaster"], "cannot start over 'toaster': Unknown backend type toaster"),
         (["check", "--timeout", "0"], "--timeout is 0; expected a number of seconds above 0"),
     ],
 )

@@ -405,6 +405,8 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert re.search(rf"fits in .* +\w+ +{fits} +yes", capsys.readouterr().out)
     assert main([*given, "--heads", "4"]) == 2
     assert "--heads is passed with --model" in capsys.readouterr().err
+    assert main(["plan", "--tokens", "8", "--model", str(tmp_path)]) == 2
+    assert "--ranks is not passed" in capsys.readouterr().err
     for name, value in (("model_type", "gpt2"), ("model_type", ["llama"]), ("vocab_size", "many")):
         (tmp_path / "other.json").write_text(json.dumps(config | {name: value}))
         assert main([*given[:-3], str(tmp_path / "other.json")]) == 2
@@ -422,7 +424,11 @@ def test_page_lists_the_types_of_models() -> None:
     [
         (["--ranks", "2", "--tokens", "8", "--model", __file__], "cannot be read: Expecting value"),
         (["--ranks", "2", "--tokens", "8", "--model", "x", "--shards", "0"], "--shards is 0; expected at"),
-        (["--ranks", "2", "--tokens", "8", "--device-memory", "0"], "--device-memory is 0; expected GB"),
+        (
+            ["--ranks", "2", "--tokens", "8", "--model", "x", "--device-memory", "0"],
+            "--device-memory is 0; expected GB",
+        ),
+        (["--ranks", "2", "--tokens", "8", "--shards", "2"], "--shards is passed without --model"),
         ([], "--ranks is not passed; expected how many ranks share the sequence"),
         (["--measure"], "--measure on one rank; expected several, started by torchrun"),
         (["--ranks", "0", "--tokens", "8"], "--ranks is 0; expected 1 to 1024"),

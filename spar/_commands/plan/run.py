@@ -61,9 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "memory are those of this model",
     )
     parser.add_argument("--shards", type=int, help="ranks over which FSDP2 shards --model (default: --ranks)")
-    parser.add_argument(
-        "--device-memory", type=float, default=80.0, metavar="GB", help="of a device (default: %(default)s)"
-    )
+    parser.add_argument("--device-memory", type=float, metavar="GB", help="of --model (default: 80)")
     parser.add_argument("--heads", type=int, help="(default: 32)")
     parser.add_argument("--key-heads", type=int, help="of K and V (default: --heads)")
     parser.add_argument("--width", type=int, help="of a head (default: 128)")
@@ -124,16 +122,20 @@ def run(args: Namespace) -> int:
 def _model_of(args: Namespace) -> Model | None:
     """Return the model of --model, and set its sizes in the arguments; without one set the defaults."""
     passed = [name for name in OF_MODEL if getattr(args, name) is not None]
-    args.shards = args.ranks if args.shards is None else args.shards
-    if args.model is not None:
-        _check("shards", args.shards)
-    if not args.device_memory > 0:
-        raise UsageError(f"--device-memory is {args.device_memory:g}; expected GB, more than 0")
     if args.model is None:
+        for name in ("shards", "device_memory"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is passed without --model; expected both")
         for name, size in DEFAULTS.items():
             setattr(args, name, size if getattr(args, name) is None else getattr(args, name))
         args.value_width = args.width
         return None
+    args.shards = args.ranks if args.shards is None else args.shards
+    if args.shards is not None:  # without --ranks, which is reported later
+        _check("shards", args.shards)
+    args.device_memory = 80.0 if args.device_memory is None else args.device_memory
+    if not args.device_memory > 0:
+        raise UsageError(f"--device-memory is {args.device_memory:g}; expected GB, more than 0")
     if passed:
         name = passed[0].replace("_", "-")
         raise UsageError(f"--{name} is passed with --model, which has it; expected one of them")
