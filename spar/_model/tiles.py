@@ -94,13 +94,17 @@ class TiledModule:
 
         def on_tiles() -> Any:
             if self.verdicts[module.training].reason is None:
-                place = view._place
+                place, generators = view._place, states(view.parts.device)
                 try:
                     with without_view():
-                        return call.forward(inputs)
+                        out = call.forward(inputs)
                 except NotByToken as error:
                     view._place = place
                     self._decide(view, module, _Verdict(str(error)))
+                else:
+                    if draws_since(generators, view.parts.device):
+                        raise _draws_error(view, module)
+                    return out
             return run(*args, **kwargs)
 
         with without_view():
@@ -146,6 +150,14 @@ class TiledModule:
         """Whether a loss may compute what a module returns: its hooks would see that it is not there."""
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         return self.may_be_head and view.may_wait and torch.is_grad_enabled() and not has_hooks
+
+
+def _draws_error(view: View, module: nn.Module) -> RuntimeError:
+    return view.error(
+        type(module).__name__,
+        "ran by tiles, and draws random numbers, which it did not in its first run",
+        "backward would draw others: draw from the first run on, or parallelize the model without tile",
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -490,10 +490,13 @@ class Stack(nn.Module):
 
 
 class Scaled(Mlp):
-    """Divides by the length: that of the sequence, also on a tile."""
+    """Divides by the length: that of the sequence, also on a tile; may add noise."""
+
+    is_noisy = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x / x.size(1))
+        noise = torch.randn(8, dtype=x.dtype) if self.is_noisy else 0
+        return super().forward(x / x.size(1) + noise)
 
 
 def check_modules(rank: int, world: int, group: Group) -> None:
@@ -533,6 +536,9 @@ def check_modules(rank: int, world: int, group: Group) -> None:
     }
     with pytest.raises(RuntimeError, match="ran by tiles, whose gradients cannot"):
         tiled(x).sum().backward(create_graph=True)
+    tiled.norm.is_noisy = True
+    with pytest.raises(RuntimeError, match="draws random numbers, which it did not in its first run"):
+        tiled(x)
     spar.unparallelize(tiled)
     assert "forward" not in vars(tiled.norm)
     for tile in (0, 2.5, True):
