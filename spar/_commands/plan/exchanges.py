@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchanges of one attention on one rank, without ranks, data or kernels.
 
-`spar.attention` runs on fake tensors and on process groups that have no backend. A dispatch mode sees the op
+`spar.attention` runs on meta tensors and on process groups that have no backend. A dispatch mode sees the op
 of each exchange, and the core plans it: so what is counted is what a training step exchanges.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import _C
@@ -107,15 +106,14 @@ def exchanged(layer: Layer, method: str, kind: str, rank: int) -> Traffic:
     """
     at = placed(layer, kind, rank)
     tokens, dtype = at.layout.sizes[rank], layer.dtype
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        q, k, v = (
-            torch.empty(layer.batch, tokens, heads, width, dtype=dtype, requires_grad=True)
-            for heads, width in (
-                (layer.heads, layer.width),
-                (layer.key_heads, layer.width),
-                (layer.key_heads, layer.value_width),
-            )
+    q, k, v = (
+        torch.empty(layer.batch, tokens, heads, width, dtype=dtype, device="meta", requires_grad=True)
+        for heads, width in (
+            (layer.heads, layer.width),
+            (layer.key_heads, layer.width),
+            (layer.key_heads, layer.value_width),
         )
+    )
     groups = (at.ulysses, at.ring) if kind == HYBRID else None
     with torch.enable_grad(), _Exchanges() as seen:
         y = exchanges_only(
