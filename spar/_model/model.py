@@ -365,7 +365,7 @@ class _ModelForward(_Forward):
                 with intercepted(view), view.forward(args, kwargs), noting(note if view.recording else None):
                     output = self._in_view(backend, args, kwargs)
                     check_read(view, sharded.model, self._named(args, kwargs))
-                    output = view.output(output)
+                    output = view.output(sharded.model, output)
                 sharded.agreement.end(view.word)
                 view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:

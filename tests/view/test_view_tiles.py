@@ -65,6 +65,13 @@ def hooked(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return of_mean(logits, labels)
 
 
+def kept(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    """Logits that a module keeps, which are read behind the forward."""
+    logits = head(x)
+    head.newest, head.all = logits, [{"logits": logits}]
+    return of_mean(logits, labels)
+
+
 def used_often(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     logits = head(x)
     each = of_mean(logits, labels, reduction="none")
@@ -135,6 +142,12 @@ def check_losses(rank: int, world: int, group: Group) -> None:
         tiled.loss = loss
         with pytest.raises(RuntimeError, match="what it reads was changed, replaced or frozen"):
             tiled(x, labels)
+    tiled.loss = kept
+    tiled(x, labels)
+    whole = one.head(one.norm(one.layers[0](x))).detach()
+    own = spar.SequenceLayout.even(23, group).shard(whole, 1)
+    for logits in (tiled.head.newest, tiled.head.all[0]["logits"]):
+        torch.testing.assert_close(logits.detach(), own)
     tiled.loss = lambda head, x, labels: of_mean(head.requires_grad_()(x).double(), labels)
     gc.collect()
     gc.disable()
@@ -163,6 +176,7 @@ def check_checkpointed_loss(rank: int, world: int, group: Group) -> None:
     def loss(head: nn.Module, x: Tensor, labels: Tensor) -> Any:
         return checkpoint(lambda x: of_mean(head(x), labels), x, use_reentrant=False)
 
+    torch.manual_seed(0)
     model = Head(loss)
     model.head = Counted(8, VOCABULARY)
     spar.parallelize(model, group, blocks=["layers.*"], tile=2)
