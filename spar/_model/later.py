@@ -13,7 +13,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .aliases import Aliases
 from .functions import Function
@@ -24,10 +24,11 @@ from .planning import planned
 from .tile_parts import NotByToken, TileParts
 from .tiled_call import Autocast, TiledCall, inputs_of
 from .tiled_sum import TiledSum
-from .view import current_view, without_view
+from .view import View, current_view, without_view
 from .waiting import LATER, computed, later_of
 
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})  # attributes of modules, which keep no results
 
 
 class LaterParts(TileParts):
@@ -189,3 +190,24 @@ class Later:
         with view:
             args, kwargs = computed((args, kwargs))
             return func(*args, **kwargs)
+
+
+def finished(view: View, model: nn.Module, output: Any) -> Any:
+    """Return a model's output with None in place of what only a loss has used; all else is computed.
+
+    So is what modules keep as attributes, which may be read behind the forward.
+    """
+
+    def now(x: Tensor) -> Tensor | None:
+        later = later_of(x)
+        return x if later is None else later.value if later.is_used else later.compute()
+
+    if not view.has_later:
+        return output
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if not isinstance(value, Tensor | list | tuple | dict) or name in _OF_TORCH:
+                continue
+            if any(later_of(x) is not None for x in tensors_in(value)):
+                setattr(module, name, computed(value))
+    return changed(now, output)

@@ -36,6 +36,7 @@ from .compiled_code import of_its_own
 from .generators import CODE
 from .images import shard_rows
 from .inputs import GivenParts, compared
+from .later import finished
 from .leaves import end_block, has_blocks, is_traced
 from .library import NO_LIBRARY, Library, RunModule
 from .module_leaves import in_graph
@@ -365,7 +366,7 @@ class _ModelForward(_Forward):
                 with intercepted(view), view.forward(args, kwargs), noting(note if view.recording else None):
                     output = self._in_view(backend, args, kwargs)
                     check_read(view, sharded.model, self._named(args, kwargs))
-                    output = view.output(sharded.model, output)
+                    output = view.output(finished(view, sharded.model, output))
                 sharded.agreement.end(view.word)
                 view.library.follow(view, *kwargs.values(), output)
             except BaseException as error:

@@ -32,7 +32,7 @@ from .places import code_of, compared_groups, compared_in
 from .planning import AS_WHOLE, planned
 from .report import Report, place_of_caller
 from .spans_mask import SpansRead
-from .waiting import finished, later_of, waiting_in
+from .waiting import later_of, waiting_in
 from .whole import run_whole
 
 _MOST_STEPS = 20_000
@@ -137,10 +137,8 @@ class View(Mode, TorchFunctionMode):
         """Return a nested value with whole tensors."""
         return changed(self.parts.gather, value)
 
-    def output(self, model: torch.nn.Module, value: Any) -> Any:
+    def output(self, value: Any) -> Any:
         """Return what the model returns, at a forward's end, where ranks compare all that it did."""
-        if self.has_later:
-            value = finished(model, value)
         with without_view():
             value = changed(lambda x: self.check_stale("the model's output", x), value)
             self._given.write_back(self.gather, self._aliases)
