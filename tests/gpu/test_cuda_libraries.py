@@ -254,6 +254,19 @@ def factors(rows: str, width: int) -> Sequence[str]:
     return [row.split(")")[0] for row in rows.split(f"X({width}, ")[1:]]
 
 
+# What orders memory in a kernel, a letter each: a barrier, one with a vote, a count, a release, a poll, an
+# acquire, and the count of rounds.
+STEPS = re.compile(
+    r"(bar\.sync)|(bar\.red\.or\.pred)|(atom\.acq_rel\.gpu\.global\.inc\.u32)|(st\.release\.sys\.global\.u32)"
+    r"|(ld\.relaxed\.sys\.global\.u32)|(ld\.acquire\.sys\.global\.u32)|(st\.global\.u32)"
+)
+POLLS = "[LAS]*LA[LAS]*R"  # and reads what it found once more
+OFFERS = "S" + POLLS
+SIGNALS = "bCRS"  # behind the copies of all CTAs
+WAITS = POLLS + "Wb"
+MARKS = "bCRS+"  # or an early end, behind what all CTAs read
+
+
 @pytest.mark.not_under_asan("ASan's dlopen does not find the libraries beside the real NVRTC")
 def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
     """In the PTX of each kernel: peers on other GPUs see an offer or a signal behind what was written before
@@ -264,25 +277,11 @@ def test_signals_and_waits_are_of_system_scope(part: Path) -> None:
     for kernel in kernels:
         body = kernel.split("\n}")[0]
         name = body.split("(")[0]
-        begun, offered, *counted, _, awaited, early = (
-            match.start() for match in re.finditer("bar.red.or.pred", body)
-        )
-        assert begun < body.index("st.release.sys.global.u32", begun) < offered, f"{name} makes no offers"
-        for wait in (offered, awaited):  # it polls, and reads what it found once more
-            assert body.rindex("ld.relaxed.sys", 0, wait) < body.rindex("ld.acquire.sys", 0, wait), name
-        counts = [match.start() for match in re.finditer("atom.acq_rel.gpu.global.inc.u32", body)]
-        assert len(counts) == 3 and len(counted) == 1, name
-        assert awaited < counts.pop() < early < body.index("st.release.sys", early), (
-            f"{name} marks an early end"
-        )
-        for count in counts:  # behind a CTA's copies, before its signals
-            before, behind = body.rindex("bar.sync", 0, count), body.index("bar.red.or.pred", count)
-            assert "st." not in body[before:behind] and "st.release.sys" in body[behind:], name
-        signalled = body.index("st.release.sys.global.u32", body.index("bar.red.or.pred", counts[1]))
-        assert signalled < body.rindex("ld.relaxed.sys", 0, awaited), f"{name} waits before it signals"
-        ended = body.index("bar.red.or.pred", counts[0])
-        counted_round, marked = body.index("st.global.u32", ended), body.index("st.release.sys", ended)
-        assert counted_round < marked, f"{name} marks the call's end before it counts the round"
+        found = list(STEPS.finditer(body))
+        order = "".join("bRCSLAW"[match.lastindex - 1] for match in found if match.lastindex)
+        assert re.fullmatch("AR" + OFFERS + "S*" + SIGNALS + WAITS + MARKS, order), (name, order)
+        for count in re.finditer("bC", order):  # no CTA copies between its barrier and its count
+            assert "st." not in body[found[count.start()].start() : found[count.end()].start()], name
         assert "%globaltimer" in body and "trap" not in body, name
 
 

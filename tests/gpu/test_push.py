@@ -55,7 +55,7 @@ def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, nccl_in_flight.check_side_stream)
 
 
-@pytest.mark.parametrize("slot", [2048, SLOT])
+@pytest.mark.parametrize("slot", [2048, 1 << 14, SLOT])  # many rounds, an image that comes in four, or one
 def test_graph_replays_read_current_inputs(gpus: Ranks, slot: int) -> None:
     gpus(3, over_push, slot, nccl_ranks.check_capture, SLOT)
 

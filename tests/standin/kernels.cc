@@ -153,8 +153,12 @@ static bool pass_on(const spar_kernel_copy *c, unsigned from)
 {
     if (c->mode & SPAR_KERNEL_SIGNALS && all_threads(from, [&] { return is_last(*c); }))
         all_threads(from, [&] { return signal(*c), 0; });
-    return !(c->mode & SPAR_KERNEL_WAITS &&
-             all_threads(from, [&] { return await_peers(*c, c->sync->mine); }));
+    if (!(c->mode & SPAR_KERNEL_WAITS))
+        return true;
+    if (all_threads(from, [&] { return await_peers(*c, c->sync->mine, c->rounds); }))
+        return false;
+    all_threads(from, [&] { return end_rounds(*c), 0; });
+    return true;
 }
 
 /* Runs one of `ctas` CTAs of kernel `which` (a row of SPAR_KERNELS). */
@@ -170,8 +174,6 @@ extern "C" void standin_kernel(int which, const spar_kernel_copy *c, unsigned ct
     goes_on = goes_on && (!c->sync || pass_on(c, from));
     if (goes_on)
         all_threads(from, [&] { return kernels[which](*c, c->sent, c->tiles), 0; });
-    if (goes_on && c->mode & SPAR_KERNEL_ENDS && all_threads(from, [&] { return is_last(*c); }))
-        all_threads(from, [&] { return end_round(*c), 0; });
-    if (!goes_on && all_threads(from, [&] { return is_last(*c); }))
+    if (c->mark && all_threads(from, [&] { return is_last(*c); }))
         all_threads(from, [&] { return mark_end(*c), 0; });
 }

@@ -74,9 +74,10 @@ typedef struct {
     void *stream;
     const spar_round *round; /* NULL: of none */
     int ntensors, lanes;
-    int mode;  /* of the next launch */
-    int sent;  /* its first parts are sent; -1: all */
-    int count; /* of launches */
+    int mode;       /* of the next launch */
+    uint32_t *mark; /* that it sets */
+    int sent;       /* its first parts are sent; -1: all */
+    int count;      /* of launches */
 } copy;
 
 /* Chooses the widest kernel for addresses in which these bits are set. */
@@ -103,8 +104,9 @@ static void set_round(const copy *c, spar_kernel_copy *k)
     k->mode = (unsigned short)c->mode;
     k->tensors = (unsigned short)c->ntensors;
     k->limit_ns = round ? round->limit_ns : 0;
-    k->mark = round && c->mode & SPAR_KERNEL_ENDS ? round->mark : NULL;
+    k->mark = c->mark;
     k->number = round ? round->number : 0;
+    k->rounds = round ? round->rounds : 0;
     if (c->mode & SPAR_KERNEL_OFFERS) {
         memcpy(k->offer, round->offers, places);
         memcpy(k->last, round->last, places);
@@ -171,41 +173,56 @@ static int64_t bytes_of(const spar_span *spans, int count)
     return bytes;
 }
 
-spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *sent, int nsent,
-                                 const spar_span *received, int nreceived, const void *const *inputs,
-                                 void *const *outputs, void *const *targets, const spar_scale *scale,
-                                 const spar_round *round, void *stream)
+/* Whether one launch, or a full one and others, are faster than one that waits besides. */
+static int is_small(const spar_round *r, const spar_scale *scale)
+{
+    return !r->offers && !r->beside && (int)scale->dtype == SPAR_UNSCALED &&
+           bytes_of(r->spans, r->sent + r->behind) <= ONE_CTA_BYTES;
+}
+
+spar_status spar_cuda_copy_round(const spar_plan *plan, const void *const *inputs, void *const *outputs,
+                                 void *const *targets, const spar_scale *scale, const spar_round *r,
+                                 void *stream)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    enum { ENDS = SPAR_KERNEL_ENDS, WAITS = SPAR_KERNEL_WAITS };
+    enum { SIGNALS = SPAR_KERNEL_SIGNALS, WAITS = SPAR_KERNEL_WAITS };
+    const spar_span *beside = r->spans + r->sent, *behind = beside + r->beside;
     copy c = {.scale = scale,
               .stream = stream,
-              .round = round,
+              .round = r,
               .ntensors = plan->ntensors,
-              .lanes = nsent > 0 ? nsent : 1,
+              .lanes = r->sent + r->beside > 0 ? r->sent + r->beside : 1,
               .sent = -1};
-    SPAR_TRY(find(round->ordinal, &c.gpu));
-    int is_small = bytes_of(sent, nsent) + bytes_of(received, nreceived) <= ONE_CTA_BYTES;
     spar_launches launches;
+    SPAR_TRY(find(r->ordinal, &c.gpu));
     spar_launches_begin(&launches, launch, &c);
-    if (round->offers)
+    if (r->offers)
         SPAR_TRY(end_copy(&c, &launches, SPAR_KERNEL_OFFERS));
-    SPAR_TRY(spar_launches_add(&launches, plan, sent, nsent, inputs, outputs));
-    if (is_small && !c.count &&
-        (int)scale->dtype == SPAR_UNSCALED) { /* one launch, or a full one and others */
-        c.sent = launches.copy.parts;
-        c.mode = SPAR_KERNEL_SIGNALS | WAITS;
-        SPAR_TRY(spar_launches_add(&launches, plan, received, nreceived, inputs, targets));
-        return end_copy(&c, &launches, c.count ? ENDS : SPAR_KERNEL_SIGNALS | WAITS | ENDS);
+    if (r->beside) { /* another kernel scales what is sent */
+        c.scale = &unscaled;
+        SPAR_TRY(spar_launches_add(&launches, plan, beside, r->beside, inputs, targets));
+        if ((int)scale->dtype != SPAR_UNSCALED)
+            SPAR_TRY(spar_launches_end(&launches));
+        c.scale = scale;
     }
-    SPAR_TRY(end_copy(&c, &launches, SPAR_KERNEL_SIGNALS));
+    SPAR_TRY(spar_launches_add(&launches, plan, r->spans, r->sent, inputs, outputs));
+    if (is_small(r, scale) && !c.count) {
+        c.sent = launches.copy.parts;
+        c.mode = SIGNALS | WAITS;
+        SPAR_TRY(spar_launches_add(&launches, plan, behind, r->behind, inputs, targets));
+        c.mark = r->mark;
+        return end_copy(&c, &launches, c.count ? 0 : SIGNALS | WAITS);
+    }
+    SPAR_TRY(end_copy(&c, &launches, SIGNALS));
     c.scale = &unscaled;
     c.sent = 0;
-    SPAR_TRY(end_copy(&c, &launches, nreceived ? WAITS : WAITS | ENDS));
-    if (!nreceived)
+    c.mark = r->behind ? NULL : r->mark;
+    SPAR_TRY(end_copy(&c, &launches, WAITS));
+    if (!r->behind)
         return SPAR_OK;
-    SPAR_TRY(spar_launches_add(&launches, plan, received, nreceived, inputs, targets));
-    return end_copy(&c, &launches, ENDS);
+    SPAR_TRY(spar_launches_add(&launches, plan, behind, r->behind, inputs, targets));
+    c.mark = r->mark;
+    return end_copy(&c, &launches, 0);
 }
 
 spar_status spar_cuda_set_side_stream(int ordinal, void *stream)

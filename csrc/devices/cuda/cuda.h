@@ -56,26 +56,30 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);
 
-/* A round between ranks that write to each other's slots: see kernels.cu. */
+/* Rounds between ranks that write to each other's slots: see kernels.cu. */
 typedef struct {
     int ordinal;       /* of the prepared device that is current */
     void *sync;        /* the rank's spar_kernel_sync, in device memory */
     uint64_t limit_ns; /* how long a wait may take; 0: without a limit */
-    /* [plan->ntensors] of a direct round, else NULL: where the peers write this rank's outputs, from its
-     * slot's first half on, in 16 bytes; and the last place that a peer may offer */
+    /* What is sent, what rounds before have received, and what this one has, one behind the other. */
+    const spar_span *spans;
+    int sent, beside, behind;
+    uint32_t rounds; /* 1, or all those of a direct call */
+    /* [plan->ntensors] in a direct call's first round, else NULL: where the peers write this rank's outputs,
+     * from its slot's first half on, in 16 bytes; and the last place that a peer may offer */
     const uint32_t *offers, *last;
     /* In host memory, receives the number when the round has ended: of a call's last round. Or NULL. */
     uint32_t *mark;
     uint32_t number;
 } spar_round;
 
-/* The same as a round, also if there is nothing to copy: `sent` goes to the peers' slots and outputs, scaled;
- * `received`, which has come from them, goes to `targets` [plan->ntensors], of an image those that are not
- * NULL. `wire` is an address in the first half of a slot, or the image's. */
-spar_status spar_cuda_copy_round(const spar_plan *plan, const spar_span *sent, int nsent,
-                                 const spar_span *received, int nreceived, const void *const *inputs,
-                                 void *const *outputs, void *const *targets, const spar_scale *scale,
-                                 const spar_round *round, void *stream);
+/* Copies what is sent, scaled, to the peers' slots and outputs, and next to it what rounds before have
+ * received. Then it waits for all peers, and copies what this round has received. Received bytes go to
+ * `targets` [plan->ntensors], of an image to those that are not NULL. `wire` is an address in the first half
+ * of a slot, or the image's. */
+spar_status spar_cuda_copy_round(const spar_plan *plan, const void *const *inputs, void *const *outputs,
+                                 void *const *targets, const spar_scale *scale, const spar_round *round,
+                                 void *stream);
 
 /* Side streams, in which calls run beside others' kernels: their launches have fewer CTAs. */
 spar_status spar_cuda_set_side_stream(int ordinal, void *stream);

@@ -11,18 +11,19 @@
  * Divisions by multiplication and shift turn a byte's offset in packed order into its addresses. All that a
  * kernel reads besides the bytes is in its parameters: there is nothing to upload, nor to free.
  *
- * A launch with `sync` is part of a round between ranks that write to each other's slots. A round sends,
- * then receives: it copies into the peers' slots, after which the last CTA signals each peer; then one CTA
- * waits for every peer's signal, and what came is copied out of this rank's slot. A small round is one
- * launch of one CTA; else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of
- * the round is in device memory, so that a graph can be replayed, and selects one of a slot's two halves. A
- * rank begins a round after it has waited for all peers in the round before, which they began after they
- * had emptied what this round overwrites. So there is no signal for an emptied slot, and sending waits for
- * nothing.
+ * A launch with `sync` is part of a round between ranks that write to each other's slots. In a round a rank
+ * copies into the peers' slots, after which the last CTA signals each peer; then one CTA waits for every
+ * peer's signal, which ends the round. What came is copied out of this rank's slot beside what the next
+ * round sends, before its signal. A small call is one launch of one CTA; else waiting is a launch of its
+ * own, so that CTAs that wait hold no SMs. The number of rounds is in device memory, so that a graph can be
+ * replayed, and selects one of a slot's two halves. A rank begins a round when all peers have signalled the
+ * one before, which they did after they had emptied what this round overwrites. So there is no signal for an
+ * emptied slot, and sending waits for nothing.
  *
- * In a direct round the peers write to outputs, whose places each rank offers them at its begin: memory of
+ * In a direct call the peers write to outputs, whose places each rank offers them at its begin: memory of
  * its slot that the stream no longer uses. One CTA then waits for the peers' offers, which wait for
- * nothing. Each place is compared with the last one from which on the tensor is in the slot. */
+ * nothing. Each place is compared with the last one from which on the tensor is in the slot. Ranks that
+ * need not know when a part of a call has come make all its rounds at once. */
 
 SPAR_SHARED(
 /* Of the parameters, which are below 4 KB, the most that every device takes. */
@@ -30,11 +31,10 @@ enum {
     SPAR_KERNEL_PARTS = 65,
     SPAR_KERNEL_LOOPS = 56,
     SPAR_KERNEL_RANKS = 64, /* of a round */
-    SPAR_KERNEL_TENSORS = 16, /* of a direct round */
+    SPAR_KERNEL_TENSORS = 16, /* of a direct call */
     SPAR_KERNEL_OFFERS = 1,  /* modes of a launch of a round: it makes offers, and waits for the peers'; */
-    SPAR_KERNEL_SIGNALS = 2, /* its last CTA signals the peers when what is sent has been copied; */
-    SPAR_KERNEL_WAITS = 4,   /* then it waits for their signals; */
-    SPAR_KERNEL_ENDS = 8,    /* its last CTA ends the round. One that waits has one CTA */
+    SPAR_KERNEL_SIGNALS = 2, /* its last CTA signals the peers when `sent` tiles have been copied; */
+    SPAR_KERNEL_WAITS = 4,   /* then it waits for their signals. A launch that waits has one CTA */
     SPAR_KERNEL_PEER_SLOT = 1, /* which side of a part lies in a slot: `to`, */
     SPAR_KERNEL_OWN_SLOT = 2,  /* or `from`; */
     SPAR_KERNEL_PEER_OUTPUT = 3, /* `to` is in a peer's output: see SPAR_KERNEL_TO */
@@ -64,13 +64,13 @@ typedef struct {
 
 /* In device memory: what a rank's rounds need, one round after another. */
 typedef struct {
-    unsigned rounds; /* that have ended */
+    unsigned rounds; /* that have ended: all peers have signalled them */
     unsigned failed; /* a wait ended early: no round follows */
     unsigned ctas, unused; /* of a launch, those that have ended */
     unsigned world, rank;
     unsigned long long half; /* from a slot's first half to its second one, in bytes */
     unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
-    const unsigned *mine; /* [2][RANKS] the newest round that each peer has signalled, and has offered */
+    const unsigned *mine; /* [2][RANKS] how many rounds each peer has signalled; the one it has offered for */
     unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank; the second one at RANKS */
     const unsigned *places; /* [world][TENSORS] each peer's offer: from its slot's first half, in 16 bytes */
     unsigned *offers[SPAR_KERNEL_RANKS]; /* where each peer reads that of this rank */
@@ -83,13 +83,14 @@ typedef struct {
     int divide;
     int parts;
     unsigned tiles; /* 0: nothing to copy */
-    unsigned sent; /* how many of them are sent; what the others receive is copied behind the wait */
-    unsigned lanes; /* runs of tiles, one for each peer, that are copied side by side */
+    unsigned sent; /* how many of them are copied before the signal; the others are copied behind the wait */
+    unsigned lanes; /* runs of tiles, one for each span, that are copied side by side */
     unsigned short mode, tensors;
     spar_kernel_sync *sync; /* 0: no round */
     unsigned long long limit_ns; /* of a wait; 0: none */
     unsigned *mark; /* in host memory: receives the number of the call that ends with this launch; 0: none */
-    unsigned number, unused;
+    unsigned number;
+    unsigned rounds; /* that it signals, and ends */
     unsigned offer[SPAR_KERNEL_TENSORS]; /* places */
     unsigned last[SPAR_KERNEL_TENSORS]; /* the last place that a peer may offer */
     spar_kernel_part part[SPAR_KERNEL_PARTS];
@@ -261,11 +262,16 @@ __device__ __forceinline__ char *target_of(const spar_kernel_copy &c, const spar
     return reach(c.sync->slots[peer]) + 16ull * place + (to & ((1ull << 54) - 1));
 }
 
-/* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on, at `shift`
- * in a slot. Loads all of them before it stores the first. */
+/* Where this round writes in slots, and where this rank reads in its own what the round before wrote. */
+struct halves {
+    unsigned long long now, before;
+};
+
+/* Copies up to SPAR_KERNEL_UNITS units of one part, STEP bytes apart, from byte x of the block on. Loads
+ * all of them before it stores the first. */
 template <int WIDTH, class SCALE>
 __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kernel_part &part,
-                                     const SCALE &scale, unsigned x, unsigned long long shift)
+                                     const SCALE &scale, unsigned x, const halves &half)
 {
     typedef typename vector<WIDTH>::type word;
     typedef typename SCALE::item item;
@@ -297,8 +303,8 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
         }
     }
     const spar_kernel_loop outer = c.loop[part.loop];
-    const char *from = part.from + (part.slot == SPAR_KERNEL_OWN_SLOT ? shift : 0);
-    char *to = target_of(c, part, shift);
+    const char *from = part.from + (part.slot == SPAR_KERNEL_OWN_SLOT ? half.before : 0);
+    char *to = target_of(c, part, half.now);
     _Pragma("unroll")
     for (int u = 0; u < COUNT; u++) {
         if (u < left)
@@ -315,9 +321,11 @@ __device__ __forceinline__ void move(const spar_kernel_copy &c, const spar_kerne
     }
 }
 
-__device__ __forceinline__ unsigned long long shift_of(const spar_kernel_sync &s)
+__device__ __forceinline__ halves halves_of(const spar_kernel_copy &c)
 {
-    return s.rounds % 2 ? s.half : 0;
+    const unsigned long long second = c.sync ? c.sync->half : 0;
+    const unsigned long long now = c.sync && c.sync->rounds % 2 ? second : 0;
+    return {now, second - now};
 }
 
 /* Copies tiles low to high. The grid takes them from all lanes by turns, so that it writes to all peers at
@@ -327,7 +335,7 @@ __device__ __forceinline__ void copy(const spar_kernel_copy &c, unsigned low, un
 {
     constexpr unsigned TILE = SPAR_KERNEL_UNITS * SPAR_KERNEL_THREADS * WIDTH;
     const SCALE scale(c);
-    const unsigned long long shift = c.sync ? shift_of(*c.sync) : 0;
+    const halves half = halves_of(c);
     const unsigned lane = (high - low + c.lanes - 1) / c.lanes;
     _Pragma("unroll 1")
     for (unsigned turn = blockIdx.x; turn < lane * c.lanes; turn += gridDim.x) {
@@ -337,7 +345,7 @@ __device__ __forceinline__ void copy(const spar_kernel_copy &c, unsigned low, un
         const spar_kernel_part &part = c.part[part_of(c, tile)];
         const unsigned x = part.low + (tile - part.tile) * TILE + threadIdx.x * WIDTH;
         if (x < part.high)
-            move<WIDTH>(c, part, scale, x, shift);
+            move<WIDTH>(c, part, scale, x, half);
     }
 }
 
@@ -375,11 +383,12 @@ __device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
     return int(bad);
 }
 
-/* Waits for the peers' words from `words` on, of this round; returns whether the wait has ended early. */
-__device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words)
+/* Waits until the peers' words from `words` on are of so many more rounds; returns whether the wait has ended
+ * early. */
+__device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words, unsigned rounds)
 {
     spar_kernel_sync &s = *c.sync;
-    const unsigned round = s.rounds + 1;
+    const unsigned round = s.rounds + rounds;
     const unsigned *word = words + threadIdx.x;
     if (threadIdx.x >= s.world || threadIdx.x == s.rank)
         return 0;
@@ -403,7 +412,7 @@ __device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsi
 
 __device__ __forceinline__ int await_offers(const spar_kernel_copy &c)
 {
-    if (await_peers(c, c.sync->mine + SPAR_KERNEL_RANKS))
+    if (await_peers(c, c.sync->mine + SPAR_KERNEL_RANKS, 1))
         return 1;
     return threadIdx.x < c.sync->world && threadIdx.x != c.sync->rank && is_bad(c);
 }
@@ -418,22 +427,21 @@ __device__ __forceinline__ void signal(const spar_kernel_copy &c)
 {
     spar_kernel_sync &s = *c.sync;
     if (threadIdx.x < s.world && threadIdx.x != s.rank)
-        store_release(s.theirs[threadIdx.x], s.rounds + 1);
+        store_release(s.theirs[threadIdx.x], s.rounds + c.rounds);
+}
+
+__device__ __forceinline__ void end_rounds(const spar_kernel_copy &c)
+{
+    if (threadIdx.x == 0)
+        c.sync->rounds += c.rounds;
 }
 
 /* Also where a wait ended early: what follows the call's last launch neither waits nor copies. The host may
  * then free what the launch uses, so its last CTA does it. */
 __device__ __forceinline__ void mark_end(const spar_kernel_copy &c)
 {
-    if (c.mark && threadIdx.x == 0)
-        store_release(c.mark, c.number);
-}
-
-__device__ __forceinline__ void end_round(const spar_kernel_copy &c)
-{
     if (threadIdx.x == 0)
-        c.sync->rounds++;
-    mark_end(c);
+        store_release(c.mark, c.number);
 }
 )
 
@@ -456,16 +464,12 @@ __device__ __forceinline__ bool pass_on(const spar_kernel_copy &c)
         if (__syncthreads_or(is_last(c)))
             signal(c);
     }
-    return !(c.mode & SPAR_KERNEL_WAITS && __syncthreads_or(await_peers(c, c.sync->mine)));
-}
-
-__device__ __forceinline__ bool finish_round(const spar_kernel_copy &c)
-{
-    if (c.mode & SPAR_KERNEL_ENDS) {
-        __syncthreads();
-        if (__syncthreads_or(is_last(c)))
-            end_round(c);
-    }
+    if (!(c.mode & SPAR_KERNEL_WAITS))
+        return true;
+    if (__syncthreads_or(await_peers(c, c.sync->mine, c.rounds)))
+        return false;
+    end_rounds(c);
+    __syncthreads();
     return true;
 }
 
@@ -473,12 +477,15 @@ template <int WIDTH, class SCALE> __device__ __forceinline__ void run(const spar
 {
     bool goes_on = !c.sync || begin_round(c);
     _Pragma("unroll 1")
-    for (int receives = 0; goes_on && receives < 2; receives++) {
-        copy<WIDTH, SCALE>(c, receives ? c.sent : 0, receives ? c.tiles : c.sent);
-        if (c.sync)
-            goes_on = receives ? finish_round(c) : pass_on(c);
+    for (int behind = 0; goes_on && behind < 2; behind++) {
+        copy<WIDTH, SCALE>(c, behind ? c.sent : 0, behind ? c.tiles : c.sent);
+        if (c.sync && !behind)
+            goes_on = pass_on(c);
     }
-    if (!goes_on && __syncthreads_or(is_last(c)))
-        mark_end(c);
+    if (c.mark) {
+        __syncthreads();
+        if (__syncthreads_or(is_last(c)))
+            mark_end(c);
+    }
 }
 )

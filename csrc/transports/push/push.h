@@ -2,12 +2,12 @@
 /* Each rank writes to its peers' slots, memory of one host's GPUs that all ranks have mapped.
  *
  * A call is a number of rounds (kernels.cu), equal on all ranks. In each, a rank packs a part of what it
- * sends to each peer straight into that peer's slot, and then copies what its peers wrote from its own slot
- * into the outputs. Rounds use two halves of a slot by turns, and a half has an area for each peer. Whatever
- * a peer sends, it stays in its area.
+ * sends to each peer straight into that peer's slot; next to the following round, it copies what its peers
+ * wrote from its own slot into the outputs. Rounds use two halves of a slot by turns, and a half has an area
+ * for each peer. Whatever a peer sends, it stays in its area.
  *
- * A call whose outputs are not small is direct: one round in which the peers write to the outputs. Where an
- * output is not in memory that they have mapped, they write to its image, and the rank copies that. A slot
+ * A call whose outputs are not small is direct: the peers write to the outputs. Where an output is not in
+ * memory that they have mapped, they write to its image, and the rank copies that, round by round. A slot
  * is: words, the two halves, and memory for outputs, in which the image lies. It grows by what the calls are,
  * so ranks agree on it without a message, up to a limit. */
 #ifndef SPAR_PUSH_H

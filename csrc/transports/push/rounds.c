@@ -14,6 +14,7 @@ static const int64_t LATER_NS =
     1000000000; /* a kernel's limit is behind that of the watchdog, which knows why */
 static const int64_t MOST_HALF = 32 << 20;   /* what is packed is small, or longer than the limit allows */
 static const int64_t DIRECT_BYTES = 1 << 20; /* an estimate: to copy them takes as long as to offer them */
+static const int64_t MOST_ROUNDS = 8;        /* of an image: a wait takes longer than a short copy hides */
 static const int64_t CALLS_BETWEEN = 16; /* of the largest image: comparisons of what ranks lack, at first */
 
 _Static_assert((int)SPAR_KERNEL_TENSORS >= (int)SPAR_GROUP_TENSORS, "each has an offer");
@@ -59,66 +60,77 @@ static int64_t longest_stream(const spar_plan *plan)
     return bytes;
 }
 
-/* One of a call's rounds. */
+/* The rounds in which this rank makes a call. */
 typedef struct {
-    int64_t index, count, most; /* most: bytes for a peer */
-    spar_round round;           /* it is direct if this has offers */
-    void *const *targets;       /* what the bytes that come are copied to */
-} turn;
+    const spar_call *call;
+    int64_t count, most;  /* of rounds; of bytes for a peer in each */
+    int is_direct;        /* the peers write to the outputs, or to their images */
+    void *const *targets; /* what the bytes that come are copied to; NULL: the peers write all there */
+} schedule;
 
-/* Adds the part of a stream that moves in this round. */
-static spar_status add_span(const turn *t, spar_span *span, int *count, int64_t bytes)
+/* Adds the part of a stream that moves in a round. */
+static spar_status add_span(const schedule *s, int64_t round, spar_span *span, int *count, int64_t bytes)
 {
-    int64_t chunk = aligned((bytes + t->count - 1) / t->count + ALIGNMENT - 1);
-    span->low = t->index * chunk;
+    int64_t chunk = aligned((bytes + s->count - 1) / s->count + ALIGNMENT - 1);
+    span->low = round * chunk;
     span->high = bytes - span->low < chunk ? bytes : span->low + chunk;
-    if (chunk > t->most)
+    if (chunk > s->most)
         return spar_fail(SPAR_INTERNAL, "%lld bytes for rank %d in a round; there is room for %lld",
-                         (long long)chunk, span->peer, (long long)t->most);
+                         (long long)chunk, span->peer, (long long)s->most);
     *count += span->low < span->high;
     return SPAR_OK;
 }
 
 /* What goes to the peers, and the own part in the first round. */
-static spar_status list_sent(const spar_push_state *p, const spar_plan *plan, const turn *t, spar_span *spans,
+static spar_status list_sent(const spar_push_state *p, const schedule *s, int64_t round, spar_span *spans,
                              int *count)
 {
+    const spar_plan *plan = s->call->plan;
     for (int i = 1; i < p->world; i++) { /* ranks start with different peers */
         int peer = (p->rank + i) % p->world;
         spans[*count] = (spar_span){.peer = peer, .route = SPAR_PACK, .wire = area_of(p, p->rank, peer)};
-        if (t->round.offers)
+        if (s->is_direct)
             spans[*count] = (spar_span){.peer = peer, .route = SPAR_DIRECT};
-        SPAR_TRY(add_span(t, &spans[*count], count, plan->push[peer].bytes));
+        SPAR_TRY(add_span(s, round, &spans[*count], count, plan->push[peer].bytes));
     }
-    int64_t own = t->index == 0 ? plan->push[p->rank].bytes : 0;
+    int64_t own = round == 0 ? plan->push[p->rank].bytes : 0;
     spans[*count] = (spar_span){.peer = p->rank, .route = SPAR_PUSH, .high = own};
     *count += own > 0;
     return SPAR_OK;
 }
 
 /* What the peers wrote to the slot, and is copied from there. */
-static spar_status list_received(const spar_push_state *p, const spar_plan *plan, const turn *t,
-                                 spar_span *spans, int *count)
+static spar_status list_received(const spar_push_state *p, const schedule *s, int64_t round, spar_span *spans,
+                                 int *count)
 {
-    for (int i = 1; i < p->world && t->targets; i++) {
+    for (int i = 1; i < p->world && s->targets; i++) {
         int peer = (p->rank - i + p->world) % p->world;
         spans[*count] = (spar_span){.peer = peer, .route = SPAR_UNPACK, .wire = area_of(p, peer, p->rank)};
-        if (t->round.offers)
+        if (s->is_direct)
             spans[*count] =
                 (spar_span){.peer = peer, .route = SPAR_IMAGE, .wire = p->bases[p->rank] + p->image_at};
-        SPAR_TRY(add_span(t, &spans[*count], count, plan->pull[peer].bytes));
+        SPAR_TRY(add_span(s, round, &spans[*count], count, s->call->plan->pull[peer].bytes));
     }
     return SPAR_OK;
 }
 
-static spar_status run_round(const spar_push_state *p, const spar_call *call, const turn *t)
+/* What a round receives is copied next to what the next one sends, so that the wire is not idle. */
+static spar_status run_round(const spar_push_state *p, const schedule *s, int64_t index, spar_round *round)
 {
-    spar_span sent[SPAR_KERNEL_RANKS], received[SPAR_KERNEL_RANKS];
-    int nsent = 0, nreceived = 0;
-    SPAR_TRY(list_sent(p, call->plan, t, sent, &nsent));
-    SPAR_TRY(list_received(p, call->plan, t, received, &nreceived));
-    return spar_cuda_copy_round(call->plan, sent, nsent, received, nreceived, call->inputs, call->outputs,
-                                t->targets, &call->scale, &t->round, call->stream);
+    const spar_call *call = s->call;
+    spar_span spans[3 * SPAR_KERNEL_RANKS];
+    int sent = 0, beside = 0, behind = 0;
+    SPAR_TRY(list_sent(p, s, index, spans, &sent));
+    if (index > 0)
+        SPAR_TRY(list_received(p, s, index - 1, spans + sent, &beside));
+    if (index + 1 == s->count)
+        SPAR_TRY(list_received(p, s, index, spans + sent + beside, &behind));
+    round->spans = spans;
+    round->sent = sent;
+    round->beside = beside;
+    round->behind = behind;
+    return spar_cuda_copy_round(call->plan, call->inputs, call->outputs, s->targets, &call->scale, round,
+                                call->stream);
 }
 
 /* ---- direct calls ---- */
@@ -201,31 +213,43 @@ static int make_offers(const spar_push_state *p, const spar_call *call, int capt
 
 /* ---- calls ---- */
 
+/* The rounds of a direct call, for ranks that copy from an image: equal on all ranks. */
+static int64_t rounds_of_image(const spar_push_state *p, const spar_plan *plan)
+{
+    int64_t rounds = image_of(plan) / (p->half / 2);
+    return rounds < 1 ? 1 : rounds < MOST_ROUNDS ? rounds : MOST_ROUNDS;
+}
+
 spar_status spar_push_run(spar_push_state *p, const spar_call *call, int captured, uint32_t *mark,
                           uint32_t number)
 {
     int64_t left = call->deadline.at_ns - spar_now_ns();
     uint32_t offers[SPAR_KERNEL_TENSORS], last[SPAR_KERNEL_TENSORS];
     void *images[SPAR_KERNEL_TENSORS];
-    turn t = {.count = 1,
-              .most = p->area,
-              .round = {.ordinal = p->ordinal, .sync = p->sync, .number = number},
-              .targets = call->outputs};
+    spar_round round = {.ordinal = p->ordinal, .sync = p->sync, .number = number, .rounds = 1};
+    schedule s = {.call = call, .targets = call->outputs, .is_direct = spar_push_is_direct(p, call->plan)};
     if (call->deadline.at_ns)
-        t.round.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
+        round.limit_ns = (uint64_t)((left > 0 ? left : 0) + LATER_NS);
     p->captured |= captured;
-    if (spar_push_is_direct(p, call->plan)) {
-        t.targets = make_offers(p, call, captured, offers, last, images) ? images : NULL;
-        t.most = p->room;
-        t.round.offers = offers;
-        t.round.last = last;
+    if (s.is_direct) {
+        s.most = p->room;
+        s.count = rounds_of_image(p, call->plan);
+        s.targets = make_offers(p, call, captured, offers, last, images) ? images : NULL;
+        round.offers = offers;
+        round.last = last;
     } else {
         int64_t rounds = (longest_stream(call->plan) + p->area - 1) / p->area;
-        t.count = rounds > 0 ? rounds : 1;
+        s.most = p->area;
+        s.count = rounds > 0 ? rounds : 1;
     }
-    for (; t.index < t.count; t.index++) {
-        t.round.mark = t.index + 1 == t.count ? mark : NULL;
-        SPAR_TRY(run_round(p, call, &t));
+    if (!s.targets) { /* all at once: nothing that comes is copied */
+        round.rounds = (uint32_t)s.count;
+        s.count = 1;
+    }
+    for (int64_t index = 0; index < s.count; index++) {
+        round.mark = index + 1 == s.count ? mark : NULL;
+        SPAR_TRY(run_round(p, &s, index, &round));
+        round.offers = round.last = NULL;
     }
     return SPAR_OK;
 }
