@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +46,22 @@ def runs_of(
 ) -> Iterator[tuple[nn.Module, RunModule]]:
     """Return modules of a model, and what runs each on parts in place of its forward.
 
-    Tiles may have all but blocks, and what contains one.
+    Tiles may have all but blocks, and what contains one. A module without state, such as an activation, saves
+    little, and models may share it.
     """
     outer = {*blocks, model}
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         run = library.run_of(module)
         has_forward = type(module).forward is not nn.Module.forward
-        if tile is not None and has_forward and outer.isdisjoint(module.modules()):
+        if tile is not None and has_forward and _has_state(module) and outer.isdisjoint(module.modules()):
             run = TiledModule(run, tile, module not in inside)
         if run is not None:
             yield module, run
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 class _Verdict(NamedTuple):

@@ -401,6 +401,9 @@ def check_modules(rank: int, world: int, group: Group) -> None:
         "Shares": "returns tensors that share memory with an argument or each other",
         "Sequential": "has random numbers",
     }
+    second = Stack()
+    second.layers[0].inner["is_hooked"][1] = tiled.layers[0].inner["is_hooked"][1]
+    spar.parallelize(second, group, blocks=["layers.*"], tile=4)  # models may share an activation
     with pytest.raises(RuntimeError, match="ran by tiles, whose gradients cannot"):
         tiled(x).sum().backward(create_graph=True)
     tiled.norm.is_noisy = True
