@@ -29,8 +29,8 @@
  *                   (vectors), the instruction sets (processor), non-temporal stores (nontemporal), copy
  *                   threads (threads)
  *     cuda/         the interface (cuda), the driver API (driver), NVRTC (nvrtc), compiled kernels on disk
- *                   (cubin_cache), the kernels (kernels.cu, .h, .c), copies cut into their parameters
- *                   (launches)
+ *                   (cubin_cache), the kernels (kernels.cu, rounds.cu, kernels), copies cut into their
+ *                   parameters (launches), memory that processes map (mapping), and outputs in it (outputs)
  *   plan/        blocks of bytes of an exchange, a pair of layouts (plan), their cache (cache), their
  *                description (describe)
  *   ops/         which part of a tensor each rank holds (layout), and the documents that balance ranks

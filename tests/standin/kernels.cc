@@ -123,6 +123,7 @@ static unsigned long long now_ns()
 #define SPAR_PTX(...)
 #define SPAR_DEVICE(...) __VA_ARGS__
 #include "devices/cuda/kernels.cu"
+#include "devices/cuda/rounds.cu"
 
 #define KERNEL(width, factor) copy<width, factor>,
 

@@ -56,7 +56,7 @@ spar_status spar_cuda_copy_spans(const spar_plan *plan, const spar_span *spans, 
                                  const void *const *inputs, void *const *outputs, const spar_scale *scale,
                                  void *stream);
 
-/* Rounds between ranks that write to each other's slots: see kernels.cu. */
+/* Rounds between ranks that write to each other's slots: see rounds.cu. */
 typedef struct {
     int ordinal;       /* of the prepared device that is current */
     void *sync;        /* the rank's spar_kernel_sync, in device memory */

@@ -20,4 +20,5 @@ const char spar_kernel_source[] = "enum { SPAR_KERNEL_THREADS = " VALUE(
 #define SPAR_PTX(...) #__VA_ARGS__ "\n"
 #define SPAR_DEVICE(...) #__VA_ARGS__ "\n"
 #include "devices/cuda/kernels.cu"
+#include "devices/cuda/rounds.cu"
     SPAR_KERNELS(KERNEL);

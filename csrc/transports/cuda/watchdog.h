@@ -26,7 +26,7 @@ spar_status spar_watchdog_stopped(uint32_t stop);
 typedef struct {
     int ordinal;     /* device */
     spar_ring *ring; /* NULL: the ranks are not all on one host */
-    uint32_t *stop;  /* atomic; ends the waits of a push, or one has set it (kernels.cu); NULL: none */
+    uint32_t *stop;  /* atomic; ends the waits of a push, or one has set it (rounds.cu); NULL: none */
     void *comm;      /* a communicator, aborted when the watchdog breaks or closes; NULL: none, or torch's */
     spar_status (*check)(void *comm); /* for an error that it reports after a call has returned */
     void (*abort)(void *comm);        /* ends its kernels, and frees it */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Each rank writes to its peers' slots, memory of one host's GPUs that all ranks have mapped.
  *
- * A call is a number of rounds (kernels.cu), equal on all ranks. In each, a rank packs a part of what it
+ * A call is a number of rounds (rounds.cu), equal on all ranks. In each, a rank packs a part of what it
  * sends to each peer straight into that peer's slot; next to the following round, it copies what its peers
  * wrote from its own slot into the outputs. Rounds use two halves of a slot by turns, and a half has an area
  * for each peer. Whatever a peer sends, it stays in its area.
