@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import gpu_ranks
@@ -59,6 +61,7 @@ def cases(tokens: int, device: torch.device) -> Iterator[Case]:
     documents, own = Spans.causal(tokens) & Spans.documents(ids[None]), causal & (ids[:, None] == ids)
     yield Case("documents", {"mask": documents}, own)
     yield Case("packed", {"causal": True}, own, lengths=(first, 1, tokens - first - 1))
+    yield Case("lse", {"causal": True, "return_lse": True}, causal)
     yield Case("softcap", {"causal": True, "softcap": 5.0}, causal, softcap=5.0)
     yield Case("sinks", {"causal": True}, causal, has_sinks=True)
     random = torch.Generator().manual_seed(1)
@@ -67,8 +70,11 @@ def cases(tokens: int, device: torch.device) -> Iterator[Case]:
     yield Case("a mask", {"causal": True, "mask": drawn}, causal & drawn)
 
 
-def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-    """Compute a case in float64, with all scores in memory; tensors are [1, S, H, D]."""
+def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> list[Tensor]:
+    """Compute a case in float64, with all scores in memory; tensors are [1, S, H, D].
+
+    Returns the output, and the log-sum-exp [1, S, H] if the case has it.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * WIDTH**-0.5
@@ -79,8 +85,9 @@ def whole_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
     if sinks is not None:
         column = sinks.double().view(1, -1, 1, 1).expand(1, HEADS, q.size(2), 1)
         scores = torch.cat([scores, column], -1)
-    weights: Tensor = scores.softmax(-1)[..., : k.size(2)]
-    return (weights @ v).transpose(1, 2)
+    weights = scores.softmax(-1)[..., : k.size(2)]
+    found = [weights @ v, scores.logsumexp(-1)]
+    return [x.transpose(1, 2) for x in found[: 1 + case.options.get("return_lse", False)]]
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
@@ -90,22 +97,44 @@ def error_of(found: Tensor, wanted: Tensor) -> float:
 def check_case(
     case: Case, method: str, kernel: str | None, whole: list[Tensor], grad: Tensor, sinks: Tensor | None
 ) -> float:
-    """Return the largest error, relative to norms, of the output and of the gradients of q, k and v."""
+    """Return the largest error, relative to norms, of the outputs and of the gradients of q, k and v."""
     total = whole[0].size(1)
     layout = SequenceLayout.packed(case.lengths) if case.lengths else SequenceLayout.even(total)
     exact = [x.double().requires_grad_() for x in whole]
     wanted = whole_attention(case, exact[0], exact[1], exact[2], sinks)
-    wanted.backward(grad.double())
+    grads = [grad, grad[..., 0].float()][: len(wanted)]  # of the output, and of the log-sum-exp
+    torch.autograd.backward(wanted, [each.double() for each in grads])
     parts = [layout.shard(x, 1).clone().requires_grad_() for x in whole]
-    out = spar.attention(
+    found = spar.attention(
         parts[0], parts[1], parts[2], layout, method=method, kernel=kernel, sinks=sinks, **case.options
     )
-    out.backward(layout.shard(grad, 1))
-    errors = [error_of(layout.gather(out.detach(), 1), wanted.detach())]
+    outs = [found] if isinstance(found, Tensor) else list(found)
+    torch.autograd.backward(outs, [layout.shard(each, 1) for each in grads])
+    errors = [error_of(layout.gather(x.detach(), 1), y.detach()) for x, y in zip(outs, wanted, strict=True)]
     for part, x in zip(parts, exact, strict=True):
         assert part.grad is not None and x.grad is not None
         errors.append(error_of(layout.gather(part.grad, 1), x.grad))
     return max(errors)
+
+
+def check_methods(
+    report: Report, case: Case, kernel: str | None, tensors: list[Tensor], sinks: Tensor | None, what: str
+) -> str:
+    """Check a case by all methods; return the cell of a table: the largest error, or that it was refused."""
+    errors, refused = [], []
+
+    def check(method: str) -> None:
+        try:
+            error = check_case(case, method, kernel, tensors[:3], tensors[3], sinks)
+        except ValueError:  # the same on all ranks: the kernel cannot compute this
+            refused.append(method)
+            return
+        report.expect(error < TOLERANCES[tensors[0].dtype], f"{what} by {method}: an error of {error:.0e}")
+        errors.append(error)
+
+    for method in METHODS:
+        gpu_ranks.attempt(report, f"{what} by {method}", partial(check, method))
+    return "refused" if refused else f"{max(errors, default=float('inf')):.0e}"
 
 
 def check_kernel(
@@ -127,17 +156,7 @@ def check_kernel(
             cells.append("")
             continue
         sinks = all_sinks if case.has_sinks else None
-        worst, refused = 0.0, False
-        for method in METHODS:
-            try:
-                error = check_case(case, method, kernel, tensors[:3], tensors[3], sinks)
-            except ValueError:  # the same on all ranks: the kernel cannot compute this
-                refused = True
-                continue
-            what = f"{name}, {case.name} by {method}: an error of {error:.0e}"
-            report.expect(error < TOLERANCES[dtype], what)
-            worst = max(worst, error)
-        cells.append("refused" if refused else f"{worst:.0e}")
+        cells.append(check_methods(report, case, kernel, tensors, sinks, f"{name}, {case.name}"))
     report.row(*cells)
 
 
@@ -165,7 +184,9 @@ def main() -> int:
     parser.add_argument("--flex", action="store_true", help="check flex_attention alone")
     parser.add_argument("--cases", nargs="+", help="check these cases alone, such as softcap")
     options = parser.parse_args()
-    return gpu_ranks.start(run, options, "gpu_attention")
+    if options.device == "cuda" and torch.cuda.device_count() == 1:
+        os.environ.setdefault("SPAR_TRANSPORT", "push")  # NCCL may refuse two ranks on a GPU
+    return gpu_ranks.start(run, options, "gpu_attention", shares_gpus=True)
 
 
 if __name__ == "__main__":

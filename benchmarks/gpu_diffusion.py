@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from functools import partial
 
 import gpu_ranks
 import torch
@@ -74,7 +75,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     for name in options.models or MODELS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of diffusers
-            check(name, device, report)
+            gpu_ranks.attempt(report, name, partial(check, name, device, report))
     gpu_ranks.end(report)
 
 
@@ -89,8 +90,6 @@ def main() -> int:
         Report(options.data).skip("gpu_diffusion: the package diffusers is not installed")
     if options.device == "cuda":
         os.environ |= {"SPAR_TRANSPORT": "push"}  # or the reason why not
-        if torch.cuda.device_count() == 1:
-            options.backend = options.backend or "gloo"
     return gpu_ranks.start(run, options, "gpu_diffusion", shares_gpus=True)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gpu_ranks
@@ -68,14 +70,12 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     report = Report(options.data if rank == 0 else None, rank == 0)
     batch = {name: x.to(device) for name, x in llms.whole(2, options.tokens).items()}
     spar.init(None, device)
-    transport = spar.transport(None, device).name
-    report.say(
-        f"{world} ranks, {options.tokens} tokens, transformers {transformers.__version__}, {transport}."
-    )
+    report.say(f"{world} ranks, {options.tokens} tokens, transformers {transformers.__version__}.")
+    report.say(f"Transport: {spar.transport(None, device)}")
     report.table("model", "error of the loss", "largest error of a tensor, of its largest element")
     for name in MODELS:
         if name in (options.models or MODELS):
-            check(name, device, batch, report)
+            gpu_ranks.attempt(report, name, partial(check, name, device, batch, report))
     gpu_ranks.end(report)
 
 
@@ -87,8 +87,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--models", nargs="+", help="check these alone, such as Llama")
     options = parser.parse_args()
-    if options.device == "cuda" and torch.cuda.device_count() == 1:
-        options.backend = options.backend or "gloo"
+    if importlib.util.find_spec("transformers") is None:
+        Report(options.data).skip("gpu_models: the package transformers is not installed")
     return gpu_ranks.start(run, options, "gpu_models", shares_gpus=True)
 
 

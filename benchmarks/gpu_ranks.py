@@ -16,6 +16,8 @@ import torch.distributed as dist
 from report import FAILED, Report
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+import spar
+
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 Run = Callable[[int, int, str, argparse.Namespace], object]
 
@@ -67,6 +69,16 @@ def count(options: argparse.Namespace, who: str, shares_gpus: bool = False) -> i
     return world
 
 
+def attempt(report: Report, what: str, step: Callable[[], object]) -> None:
+    """Run a step; report its error, and go on, so that it hides no other. One of the group is raised."""
+    try:
+        step()
+    except spar.SparError:
+        raise
+    except Exception as error:
+        report.expect(False, f"{what}: {type(error).__name__}: {str(error)[:500]}")
+
+
 def end(report: Report) -> None:
     """End a rank's checks; exit with the report's status where something was wrong."""
     dist.barrier()
@@ -77,7 +89,8 @@ def end(report: Report) -> None:
 
 def start(run: Run, options: argparse.Namespace, who: str, shares_gpus: bool = False) -> int:
     """Call run(rank, world, file of a store, options) in a process for each rank; return the exit status."""
-    options.backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
+    is_shared = shares_gpus and torch.cuda.device_count() == 1
+    options.backend = options.backend or ("gloo" if options.device == "cpu" or is_shared else "nccl")
     world = count(options, who, shares_gpus)
     method = "spawn" if options.device == "cuda" else "fork"  # CUDA does not work in a fork
     with tempfile.TemporaryDirectory() as folder:
