@@ -137,13 +137,13 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     steps: dict[str, Callable[[], Any]] = {
         "All operations are correct, forward and backward.": lambda: gpu_ops.check_operations(device),
         "Replays of CUDA graphs are correct.": lambda: gpu_ops.check_graph(device),
-        **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
-        "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
         "Outputs that peers write to are right, follow streams, and outlive their group.": (
             lambda: check_outputs(device, report)
         ),
         "Direct outputs were timed.": lambda: time_outputs(device, report),
         "The times were measured.": lambda: gpu_ops.times(device, report),
+        **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
+        "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
     }
     for what, step in steps.items():
         begin = time.monotonic()
