@@ -15,6 +15,13 @@ from facts import mapped
 from report import SKIPPED, stage
 
 
+def preloaded(kit: str) -> dict[str, str]:
+    """Return the variable with which processes find the library; behind torch's import."""
+    libraries = [str(Path(kit, "loop", "libnccl.so.2")), *mapped("libnccl.so.2")]
+    libraries += os.environ.get("LD_PRELOAD", "").split(":")
+    return {"LD_PRELOAD": ":".join(filter(None, libraries))}
+
+
 def main() -> int:
     report, options = stage(__doc__)
     if not options.stand_ins:
@@ -22,11 +29,8 @@ def main() -> int:
 
         if not torch.cuda.is_available():
             report.skip("torch has no CUDA device")
-    real = mapped("libnccl.so.2")
-    report.figure("libnccl of torch", real)
-    before = os.environ.get("LD_PRELOAD", "").split(":")
-    libraries = [str(Path(options.kit, "loop", "libnccl.so.2")), *real, *before]
-    environment = os.environ | {"LD_PRELOAD": ":".join(filter(None, libraries))}
+    report.figure("libnccl of torch", mapped("libnccl.so.2"))
+    environment = os.environ | preloaded(options.kit)
     folder = Path(__file__).resolve().parent.parent
     script = folder.parent / "tests/helpers/loop_ranks.py" if options.stand_ins else folder / "gpu_ops.py"
     command = [sys.executable, str(script), "--loop", *(["--data", options.data] if options.data else [])]

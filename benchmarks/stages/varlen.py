@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time packed documents and a window by spar.attention on one rank, beside aten's flash attention alone.
+"""Time spar.attention on one rank beside the kernel alone: packed documents, a window, and plain causality.
 
-Forward and backward, bfloat16, 32 heads and 8 key heads of 128; outputs and gradients are compared, too. The
-window also by flex_attention alone, as the last, since torch compiles it for long.
+Documents and the window beside aten's flash attention, causality beside scaled_dot_product_attention. Forward
+and backward, bfloat16, 32 heads and 8 key heads of 128; outputs and gradients are compared, too. The window
+also beside flex_attention, as the last, since torch compiles it for long.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from functools import partial
 from typing import Any
 
 import gpu_core
+import gpu_ranks
 import torch
 import torch._dynamo  # here: create_block_mask imports it, which fails where the stand-in has replaced ops
 import torch.distributed as dist
 from report import Report, stage
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import spar
 
 HEADS, KEY_HEADS, WIDTH, TOKENS, WINDOW = 32, 8, 128, 32_768, 512
 LIMIT = 0.02  # of norms
+PARTS_GOAL, CAUSAL_GOAL = 1.15, 1.05  # multiples of the kernel alone
 
 
 def by_spar(tensors: list[Tensor], grad: Tensor, layout: spar.SequenceLayout, **options: Any) -> list[Tensor]:
@@ -55,22 +59,29 @@ def window_mask(total: int, device: torch.device) -> Any:
     return create_block_mask(is_near, None, None, total, total, device=device)
 
 
-def by_flex(attend: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor, mask: Any) -> list[Tensor]:
+def by_torch(
+    attend: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor, **options: Any
+) -> list[Tensor]:
+    """Attend by flex_attention or scaled_dot_product_attention."""
     leaves = [x.detach().transpose(1, 2).requires_grad_() for x in tensors]
-    y = attend(*leaves, block_mask=mask, enable_gqa=True)
+    y = attend(*leaves, enable_gqa=True, **options)
     gradients = torch.autograd.grad(y, leaves, grad.transpose(1, 2))
     return [x.transpose(1, 2) for x in (y.detach(), *gradients)]
 
 
-def compare(report: Report, name: str, ways: gpu_core.Ways) -> None:
-    """Compare each way's outputs and gradients with the first one's, and time them in turns."""
+def compare(report: Report, name: str, ways: gpu_core.Ways, goal: float = PARTS_GOAL) -> None:
+    """Compare each way's outputs and gradients with the first one's, and time them in turns.
+
+    goal: the first one's time is to be at most so many times that of the second.
+    """
     wanted, *others = (way() for way in ways.values())
     for other, found in zip(list(ways)[1:], others, strict=True):
         for x, y in zip(wanted, found, strict=True):
             error = float((x.double() - y.double()).norm() / y.double().norm())
             report.expect(error < LIMIT, f"{name}: an error of {error:.0e} beside {other}")
     us = gpu_core.microseconds(ways, 5)
-    report.row(name, *(f"{us[way] / 1e3:.2f} ms" for way in ways))
+    first, second, *_ = us.values()
+    report.row(name, *(f"{us[way] / 1e3:.2f} ms" for way in ways), f"{first / second:.2f} (at most {goal})")
     report.figure(f"{name}, us", us)
 
 
@@ -93,18 +104,35 @@ def time_documents(report: Report, tensors: list[Tensor], grad: Tensor, count: i
     compare(report, f"{count} documents", ways)
 
 
-def time_window(report: Report, tensors: list[Tensor], grad: Tensor, attend: Callable[..., Tensor]) -> None:
-    total, name = grad.size(1), f"a window of {WINDOW}"
+def time_causal(report: Report, tensors: list[Tensor], grad: Tensor, tokens: int) -> None:
+    tensors, grad = [x[:, :tokens] for x in tensors], grad[:, :tokens]
+    ways: gpu_core.Ways = {
+        "spar": partial(by_spar, tensors, grad, spar.SequenceLayout.even(tokens)),
+        "torch": partial(by_torch, scaled_dot_product_attention, tensors, grad, is_causal=True),
+    }
+    compare(report, f"causal, {tokens} tokens", ways, CAUSAL_GOAL)
+
+
+def window_ways(tensors: list[Tensor], grad: Tensor) -> gpu_core.Ways:
+    total = grad.size(1)
     ends = torch.tensor([0, total], dtype=torch.int32, device=grad.device)
     layout = spar.SequenceLayout.even(total)
-    ways: gpu_core.Ways = {
+    return {
         "spar": partial(by_spar, tensors, grad, layout, window=(WINDOW, 0)),
         "aten": partial(by_aten, tensors, grad, ends, total, WINDOW),
     }
-    compare(report, name, ways)
-    ways["flex"] = partial(by_flex, attend, tensors, grad, window_mask(total, grad.device))
-    report.table(f"{total} tokens", "spar", "aten alone", "flex_attention alone")
-    compare(report, f"{name}, beside flex", ways)
+
+
+def time_window(report: Report, tensors: list[Tensor], grad: Tensor) -> None:
+    compare(report, f"a window of {WINDOW}", window_ways(tensors, grad))
+
+
+def time_flex(report: Report, tensors: list[Tensor], grad: Tensor, attend: Callable[..., Tensor]) -> None:
+    mask = window_mask(grad.size(1), grad.device)
+    ways = window_ways(tensors, grad)
+    ways["flex"] = partial(by_torch, attend, tensors, grad, block_mask=mask)
+    report.table(f"{grad.size(1)} tokens", "spar", "aten alone", "flex_attention alone", "spar, of aten")
+    compare(report, f"a window of {WINDOW}, beside flex", ways)
 
 
 def main() -> int:
@@ -126,10 +154,15 @@ def main() -> int:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         shapes = [(1, total, count, width) for count in (heads, key_heads, key_heads, heads)]
         *tensors, grad = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
-        report.table(f"{total} tokens", "spar", "aten alone")
-        for count in (20, 200):
-            time_documents(report, tensors, grad, count)
-        time_window(report, tensors, grad, attend)
+        report.table(f"{total} tokens", "spar", "the kernel alone", "ratio")
+        steps: dict[str, Callable[[], None]] = {
+            **{f"{n} documents": partial(time_documents, report, tensors, grad, n) for n in (20, 200)},
+            "the window": partial(time_window, report, tensors, grad),
+            **{f"{n} tokens": partial(time_causal, report, tensors, grad, n) for n in (total // 2, total)},
+            "flex_attention": partial(time_flex, report, tensors, grad, attend),
+        }
+        for what, step in steps.items():
+            gpu_ranks.attempt(report, what, step)
         dist.destroy_process_group()
     return report.status()
 
