@@ -179,6 +179,8 @@ class Run:
             is_there = kit.package_path(self.kit) if piece == kit.PACKAGE else Path(self.kit, piece).exists()
             if not is_there:
                 return "failed", f"{piece} is not in {self.kit}; build it with `{kit.BUILD}` and copy it here"
+        if stage.needs and kit.is_stale(self.kit):
+            return "failed", f"{self.kit} was built of other sources; build it again with `{kit.BUILD}`"
         if stage.tool and not shutil.which(stage.tool[0]):
             return "skipped", f"{stage.tool[0]} is not installed"
         if self.end - time.monotonic() < LEAST:

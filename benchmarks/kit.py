@@ -5,7 +5,8 @@ The folder, build/bring-up by default, holds:
 
 - core.so: the C core, for gpu_check.py;
 - package/spar: spar with its extension, for any CPython from 3.10 on;
-- loop/libnccl.so.2: NCCL's functions for ranks that share one GPU (stages/loop_nccl.c).
+- loop/libnccl.so.2: NCCL's functions for ranks that share one GPU (stages/loop_nccl.c);
+- sources: a hash of what it was built of.
 
 Build on a machine of the same architecture, whose C library is not newer, and copy the repository with the
 folder. `make bring-up-kit` does it in the environment of `make build`.
@@ -13,6 +14,7 @@ folder. `make bring-up-kit` does it in the environment of `make build`.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "bring-up"
 BUILD = "make bring-up-kit"
-CORE, PACKAGE, LOOP = "core.so", "package", "loop/libnccl.so.2"
+CORE, PACKAGE, LOOP, SOURCES = "core.so", "package", "loop/libnccl.so.2", "sources"
 
 
 def build_core(file: Path) -> None:
@@ -56,6 +58,21 @@ def build_loop(file: Path) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
+def sources() -> str:
+    """Return the hash of the files of which a kit is built."""
+    kinds = ("csrc/**/*.[ch]", "csrc/**/*.cu", "spar/**/*.py", "tests/standin/*", "benchmarks/stages/*.c")
+    found = hashlib.sha256()
+    for path in sorted(path for kind in kinds for path in ROOT.glob(kind)):
+        found.update(f"{path.relative_to(ROOT)} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def is_stale(folder: Path) -> bool:
+    """Whether the kit was built of other sources than those here."""
+    file = folder / SOURCES
+    return file.exists() and file.read_text() != sources()
+
+
 def package_path(folder: Path) -> Path | None:
     """Return the folder to import spar from: the kit's, else the repository if its extension is built."""
     for place in (folder / PACKAGE, ROOT):
@@ -71,6 +88,7 @@ def main() -> None:
     build_core(folder / CORE)
     build_package(folder / PACKAGE)
     build_loop(folder / LOOP)
+    (folder / SOURCES).write_text(sources())
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB; copy it together with the repository")
 

@@ -216,6 +216,17 @@ def test_a_missing_kit_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert re.match(r".* is not in .*/kit; build it with `make bring-up-kit`", result["reason"])
 
 
+def test_a_kit_of_other_sources_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / kit.CORE).touch()
+    (tmp_path / kit.SOURCES).write_text(kit.sources())
+    assert not kit.is_stale(tmp_path)
+    (tmp_path / kit.SOURCES).write_text("another hash")
+    stages = [stage for stage in STAGES if stage.needs == (kit.CORE,)]
+    assert bring_up.run(stages, tmp_path / "out", 5, tmp_path) == 1
+    reasons = {result["reason"] for result in results(tmp_path / "out").values()}
+    assert reasons == {f"{tmp_path} was built of other sources; build it again with `make bring-up-kit`"}
+
+
 def test_without_a_gpu_each_stage_is_skipped_with_the_reason(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     command = [sys.executable, str(BENCHMARKS / "bring_up.py"), "--out", str(tmp_path)]
