@@ -278,10 +278,10 @@ def microseconds(ways: Ways, turns: int, lead: int = LEAD) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def host_microseconds(work: Callable[[], Any]) -> float:
+def host_microseconds(work: Callable[[], Any], turns: int = 20) -> float:
     """Return the least host time of several; the device is idle before each."""
     best = 1e12
-    for _ in range(20):
+    for _ in range(turns):
         machine.synchronize()
         begin = time.perf_counter()
         work()
