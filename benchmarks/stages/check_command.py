@@ -18,7 +18,7 @@ import loop
 import torch
 from report import Report, stage
 
-LIMIT_S = 70.0  # of a run
+LIMIT_S, END_S = 70.0, 5.0  # of a run, and of the other ranks behind rank 0
 TRANSPORTS = ("push", "nccl")
 ROW = re.compile(r"^(\S.*?)  +(pass|FAIL|not run)  +(\S+)  +\S", re.M)  # operation, result, transports
 
@@ -28,6 +28,16 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit status; None: it was killed after so many seconds."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
 
 
 def run_ranks(world: int, gpus: int, environment: dict[str, str], *arguments: str) -> tuple[int | None, str]:
@@ -41,14 +51,9 @@ def run_ranks(world: int, gpus: int, environment: dict[str, str], *arguments: st
             command = [sys.executable, "-m", "spar", "check", *arguments]
             with path.open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment | shared | own, stdout=output))
-        try:
-            status: int | None = ranks[0].wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            status = None
-        for process in ranks:
-            if status is None:
-                process.kill()
-            process.wait()
+        status = ended(ranks[0], LIMIT_S)
+        for process in ranks[1:]:
+            ended(process, END_S)
         return status, outputs[0].read_text()
 
 
