@@ -32,6 +32,7 @@ from spar._group.registry import group_of
 
 LIMIT_S = 50  # of each step of the process group, and of an exchange
 REPLAY_S = 4
+BUSY_CYCLES = 4_000_000_000  # 2 s
 BYTES = 8 << 20  # of a rank's input
 
 
@@ -53,6 +54,19 @@ def check_absent_replay(device: torch.device) -> None:
         check(REPLAY_S - 1 < waited < REPLAY_S + 3, f"a replay waited {waited:.1f} s, not {REPLAY_S} s")
         time.sleep(0.5)  # the watchdog reads what the kernel wrote
         gpu_ops.expect_error(group, x, spar.ExchangeTimeoutError, "a replay without a peer")
+    gpu_ops.meet()
+
+
+def check_busy_set_up(device: torch.device) -> None:
+    """A group's set-up takes push although rank 0's stream is busy for seconds."""
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        torch.cuda._sleep(BUSY_CYCLES)
+    group = dist.new_group()
+    spar.init(group, device)
+    transport = spar.transport(group, device)
+    check(transport.name == "push", f"next to a busy stream: {transport}")
+    spar.close(group)
     gpu_ops.meet()
 
 
@@ -140,6 +154,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         "Outputs that peers write to are right, follow streams, and outlive their group.": (
             lambda: check_outputs(device, report)
         ),
+        "Next to a busy stream, a set-up takes push.": lambda: check_busy_set_up(device),
         "Direct outputs were timed.": lambda: time_outputs(device, report),
         "The times were measured.": lambda: gpu_ops.times(device, report),
         **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
