@@ -27,7 +27,7 @@ import spar
 from spar import SequenceLayout, Spans
 
 METHODS = ("ulysses", "gather", "ring")
-HEADS, KEY_HEADS, WIDTH = 8, 2, 64
+HEADS, KEY_HEADS, WIDTH = 8, 2, 128
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # of norms
 Kernels = dict[torch.dtype, tuple[str | None, ...]]
 FLEX: Kernels = {torch.bfloat16: ("flex",), torch.float32: ("flex",)}

@@ -197,6 +197,9 @@ def test_reason_against_a_kernel() -> None:
         assert refuses(short, short, Needs()) == "" and "float32" in refuses(q, q, Needs())
         assert refuses(short, short, Needs(mask=True)) == "it takes no mask"
         assert "widths" in refuses(short[..., :4], short[..., :4], Needs())
+        widths = (128, 136, 192, 256)
+        refused = [w for w in widths if CudnnCuda().refuses(*[short.expand(1, 1, w, 8).mT] * 2, Needs())]
+        assert refused == [136, 192]
         # The package imports there, and raises in its kernel.
         for kernel in (FlashAttn(), FlashCuda(), CudnnCuda()):
             with on_gpu((7, 5)):

@@ -58,6 +58,9 @@ class CudnnCuda(Kernel):
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if reason := lacks(needs) or refuses_16_bits(q, v, needs):
             return reason
+        if 128 < q.size(3) < 256:
+            # torch knows that only of tensors with gradients, which those of a Function are not.
+            return f"its backward has widths up to 128, and 256, and that of the heads is {q.size(3)}"
         if not torch.backends.cuda.cudnn_sdp_enabled():
             return "torch.backends.cuda.enable_cudnn_sdp(False) was called"
         # v in the place of k, which has its shape.
