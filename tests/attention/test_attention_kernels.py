@@ -40,7 +40,11 @@ SHORT = {  # kernels for GPUs, of 16-bit tensors, and the calls of their stand-i
         *("forward", "backward", "aten forward", "aten backward"),
         *("varlen forward", "varlen backward"),
     },
-    "cudnn": {"forward", "backward", "cudnn forward", "cudnn backward"},
+    # Blocks of one key are flash attention's.
+    "cudnn": {
+        *("forward", "backward", "cudnn forward", "cudnn backward"),
+        *("aten forward", "aten backward"),
+    },
 }
 
 
@@ -151,6 +155,19 @@ def test_choice_on_a_gpu() -> None:
     assert chosen(long, softcap=True) == chosen(long, softcap=True, window=True) == "flash_attn"
     assert chosen(short, mask=True) == "blockwise" and chosen(long, mask=True) == "flex"
     assert chosen(short.double()) == "blockwise"
+
+
+def test_cudnn_leaves_a_single_query_or_key_to_flash() -> None:
+    """torch refuses them of whole tensors; a shard may be one token."""
+    for queries, keys, calls in ((1, 3, "aten"), (3, 1, "aten"), (3, 3, "cudnn")):
+        q, k = (torch.randn(1, 2, size, 8, dtype=torch.bfloat16) for size in (queries, keys))
+        block = BlockInputs(q, k, k, False, None, 0.3)
+        with standins():
+            flash_attn_standin.CALLS.clear()
+            out, lse = CudnnCuda().forward(block)
+            CudnnCuda().backward(block, out, out, lse)
+            called = list(flash_attn_standin.CALLS)
+        assert called == [f"{calls} forward", "forward", f"{calls} backward", "backward"]
 
 
 def check_documents_by_ulysses(rank: int, world: int, group: Group) -> None:

@@ -168,7 +168,7 @@ def cudnn_forward(
 ) -> tuple[Tensor, ...]:
     """As aten's _scaled_dot_product_cudnn_attention, of [B, H, S, D], without its other results."""
     CALLS.append("cudnn forward")
-    assert bias is None and with_lse and not dropout_p and not debug
+    assert bias is None and with_lse and not dropout_p and not debug and min(q.size(2), k.size(2)) > 1
     assert not causal or q.size(2) == k.size(2)
     tensors = [x.transpose(1, 2) for x in (q, k, v)]
     out, lse, *_ = _flash_attn_forward(*tensors, 0.0, scale, causal, -1, -1, 0.0, None, False)
@@ -196,7 +196,11 @@ def cudnn_backward(
 ) -> list[Tensor]:
     """As aten's backward, which reads the log-sum-exp as a contiguous [B, H, S, 1]."""
     CALLS.append("cudnn backward")
-    assert bias is None and (most_q, most_k, dropout_p) == (q.size(2), k.size(2), 0.0)
+    assert (
+        bias is None
+        and (most_q, most_k, dropout_p) == (q.size(2), k.size(2), 0.0)
+        and min(most_q, most_k) > 1
+    )
     assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
     tensors = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
     gradients = [torch.empty_like(x) for x in tensors[1:4]]

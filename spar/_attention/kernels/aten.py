@@ -53,7 +53,7 @@ class FlashCpu(Kernel):
 
 
 class CudnnCuda(Kernel):
-    """By cuDNN. It makes a plan for each combination of sizes, once."""
+    """By cuDNN. It makes a plan for each combination of sizes, once, and none for a single query or key."""
 
     def refuses(self, q: Tensor, v: Tensor, needs: Needs) -> str:
         if reason := lacks(needs) or refuses_16_bits(q, v, needs):
@@ -72,6 +72,8 @@ class CudnnCuda(Kernel):
 
     def forward(self, block: BlockInputs) -> tuple[Tensor, Tensor]:
         q, k, v, causal, _, scale, *_ = block
+        if 1 in (q.size(2), k.size(2)):
+            return FlashCuda().forward(block)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
@@ -79,6 +81,8 @@ class CudnnCuda(Kernel):
 
     def backward(self, block: BlockInputs, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         q, k, v, causal, _, scale, *_ = block
+        if 1 in (q.size(2), k.size(2)):
+            return FlashCuda().backward(block, grad, out, lse)
         none = _no_random_numbers(q)
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
             grad,
