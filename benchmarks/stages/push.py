@@ -70,6 +70,30 @@ def check_busy_set_up(device: torch.device) -> None:
     gpu_ops.meet()
 
 
+def check_attention_graph(device: torch.device) -> None:
+    """A captured ring of attention, whose keys travel in a side stream, follows its inputs."""
+    shape = 1, 4096, 8, 64
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    layout = spar.SequenceLayout.even(shape[1] * dist.get_world_size())
+
+    def attend() -> torch.Tensor:
+        return spar.attention(q, k, v, layout, causal=True, method="ring")
+
+    with torch.no_grad():
+        attend()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = attend()
+        for _ in range(2):
+            for x in (q, k, v):
+                x.normal_()
+            graph.replay()
+            wanted = attend().float()
+            error = float((out.float() - wanted).norm() / wanted.norm())
+            check(error < 0.01, f"a replay of attention: an error of {error:.0e}")
+
+
 class Outputs:
     """A group whose outputs are large enough to be written by the peers."""
 
@@ -157,6 +181,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         "Next to a busy stream, a set-up takes push.": lambda: check_busy_set_up(device),
         "Direct outputs were timed.": lambda: time_outputs(device, report),
         "The times were measured.": lambda: gpu_ops.times(device, report),
+        "Replays of a ring of attention are correct.": lambda: check_attention_graph(device),
         **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
         "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
     }

@@ -155,7 +155,8 @@ class Beside:
             _streams.current_stream(self._device).wait_event(self._event)
 
     def is_over(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        """Whether the exchange has ended; in a capture, whose work has no end, whether there is none."""
+        return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
 
 _streams: Any = torch.cuda

@@ -55,6 +55,15 @@ def test_exchange_in_a_side_stream(gpus: Ranks) -> None:
     gpus(2, over_push, SLOT, nccl_in_flight.check_side_stream)
 
 
+def test_a_captured_exchange_in_flight_is_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To query an event of a capture is an error, which would end attention's next exchange in a graph."""
+    query = mock.Mock(side_effect=RuntimeError("an event last recorded in a capturing stream"))
+    beside = cuda.Beside(torch.device("cpu"), ())
+    beside._device, beside._event = nccl_ranks.DEVICE, mock.Mock(query=query)
+    monkeypatch.setattr(cuda, "_capturing", lambda: True)
+    assert not beside.is_over() and not query.called
+
+
 @pytest.mark.parametrize("slot", [2048, 1 << 14, SLOT])  # many rounds, an image that comes in four, or one
 def test_graph_replays_read_current_inputs(gpus: Ranks, slot: int) -> None:
     gpus(3, over_push, slot, nccl_ranks.check_capture, SLOT)
