@@ -181,9 +181,9 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         "Next to a busy stream, a set-up takes push.": lambda: check_busy_set_up(device),
         "Direct outputs were timed.": lambda: time_outputs(device, report),
         "The times were measured.": lambda: gpu_ops.times(device, report),
-        "Replays of a ring of attention are correct.": lambda: check_attention_graph(device),
         **{what: lambda fault=fault: fault(device) for what, fault in gpu_ops.FAULTS.items()},  # type: ignore[misc]
         "If a rank does not replay its graph, the stream continues.": lambda: check_absent_replay(device),
+        "Replays of a ring of attention are correct.": lambda: check_attention_graph(device),
     }
     for what, step in steps.items():
         begin = time.monotonic()
