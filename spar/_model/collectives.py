@@ -20,7 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 from .groups import ADVICE, DIFFERS, check_same_tokens, is_apart, ranks
 from .nested import changed, tensors_in
 from .part import has_part, is_uneven, part_of, whole_shape
-from .view import View, current_view, without_view
+from .stand_ins import in_views, standing_for
+from .view import View, without_view
 
 # What these are given is sent, and overwritten.
 _IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
@@ -52,27 +53,22 @@ def _methods() -> list[tuple[Any, str, Any]]:
     """Return replacements of all methods that take tensors, by their signatures."""
     known: dict[Any, frozenset[str]] = {ProcessGroup: _KNOWN, Backend: frozenset()}
     return [
-        (owner, name, _method(name, own, name in known[owner]))
+        (owner, name, standing_for(own, functools.partial(_method, name, name in known[owner])))
         for owner in known
         for name, own in vars(owner).items()
         if "torch.Tensor" in (getattr(own, "__doc__", None) or "")
     ]
 
 
-def _method(name: str, own: Callable[..., Any], is_known: bool) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is None:
-            return own(group, *args, **kwargs)
-        if is_known:
-            with without_view():
-                return _communicate(view, group, name, own, args, kwargs)
-        if has_part(args, kwargs):
-            raise view.error(f"{type(group).__name__}.{name}", "gets a sharded tensor", ADVICE)
-        return own(group, *args, **kwargs)
-
-    return call
+def _method(
+    name: str, is_known: bool, view: View, own: Callable[..., Any], group: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if is_known:
+        with without_view():
+            return _communicate(view, group, name, own, args, kwargs)
+    if has_part(args, kwargs):
+        raise view.error(f"{type(group).__name__}.{name}", "gets a sharded tensor", ADVICE)
+    return own(group, *args, **kwargs)
 
 
 def _communicate(view: View, group: Any, name: str, own: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,17 +202,14 @@ class _Received(Work):
         _keep(received)
 
 
-def _pickling(own: Callable[..., Any]) -> Callable[..., Any]:
-    """own: pickles an object that is sent; called by those ranks alone that send."""
-
-    @functools.wraps(own)
-    def to_tensor(obj: Any, device: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None and has_part(obj):
-            if not is_apart(view.parts.group, ranks(group)):
-                raise view.error("pickling", "sends a sharded tensor to ranks that share it", ADVICE)
-            with without_view():
-                obj = view.gather(obj)
-        return own(obj, device, group, *args, **kwargs)
-
-    return to_tensor
+@in_views
+def _pickling(
+    view: View, own: Callable[..., Any], obj: Any, device: Any, group: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Pickle an object that is sent; called by those ranks alone that send."""
+    if has_part(obj):
+        if not is_apart(view.parts.group, ranks(group)):
+            raise view.error("pickling", "sends a sharded tensor to ranks that share it", ADVICE)
+        with without_view():
+            obj = view.gather(obj)
+    return own(obj, device, group, *args, **kwargs)

@@ -20,78 +20,58 @@ from .moving import moved
 from .nested import changed
 from .part import Part, has_part, mark, part_of, whole_numel
 from .rules.products import shared
-from .view import View, current_view, without_view
+from .stand_ins import computing, in_views
+from .view import View, without_view
 
 
-@functools.lru_cache(maxsize=256)
-def intercepting(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a flex_attention that takes parts."""
-
-    @functools.wraps(own)
-    def flex_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Any = None,
-        block_mask: Any = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
-        view = current_view()
-        if view is None:
-            return own(query, key, value, score_mod, block_mask, *rest, **kwargs)
-        with without_view():
-            score_mod, block_mask = _whole_function(view, score_mod), _whole_mask(view, block_mask)
-        tensors = query, key, value
-        part = _of_heads(tensors, score_mod, kwargs) if not rest else None
-        if part is not None:
-            if view.recording:
-                work = shared(2 * whole_numel(query) * part.whole, part)
-                view.report.add(work, view.blocks > 0)
-            heads = query.size(1)
-            with without_view():  # ranks slice masks otherwise: the view sees what all ranks run
-                call = functools.partial(own, block_mask=_mask_of_heads(part, heads, block_mask), **kwargs)
-                one = part.parts.part(part.dim, (part.whole,))  # joint sequences, too, are one for a mask
-                own_tokens = [moved(x, one) for x in tensors]
-                out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
-                return moved(mark(out, one), part)
-        if has_part(tensors):
-            given = *tensors, score_mod, block_mask, *rest
-            return view.outside("flex_attention", own, given, kwargs, is_torch=True)
-        with without_view():
-            return own(*tensors, score_mod, block_mask, *rest, **kwargs)
-
-    return flex_attention
+@in_views
+def flex_attention(
+    view: View,
+    own: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Attend over parts."""
+    with without_view():
+        score_mod, block_mask = _whole_function(view, score_mod), _whole_mask(view, block_mask)
+    tensors = query, key, value
+    part = _of_heads(tensors, score_mod, kwargs) if not rest else None
+    if part is not None:
+        heads, work = query.size(1), shared(2 * whole_numel(query) * part.whole, part)
+        with computing(
+            view, "flex_attention", (), work
+        ):  # ranks slice masks otherwise: the view sees what all ranks run
+            call = functools.partial(own, block_mask=_mask_of_heads(part, heads, block_mask), **kwargs)
+            one = part.parts.part(part.dim, (part.whole,))  # joint sequences, too, are one for a mask
+            own_tokens = [moved(x, one) for x in tensors]
+            out = by_heads(call, own_tokens, part.parts.layout(one.lengths), seq_dim=2, head_dim=1)
+            return moved(mark(out, one), part)
+    if has_part(tensors):
+        given = *tensors, score_mod, block_mask, *rest
+        return view.outside("flex_attention", own, given, kwargs, is_torch=True)
+    with without_view():
+        return own(*tensors, score_mod, block_mask, *rest, **kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def making_masks(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a create_block_mask whose function may refer to parts."""
-
-    @functools.wraps(own)
-    def create_block_mask(mask_mod: Any, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None:
-            with without_view():
-                mask_mod = _whole_function(view, mask_mod)
-        return own(mask_mod, *args, **kwargs)
-
-    return create_block_mask
+@in_views
+def create_block_mask(view: View, own: Callable[..., Any], mask_mod: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a mask of a function that may refer to parts."""
+    with without_view():
+        mask_mod = _whole_function(view, mask_mod)
+    return own(mask_mod, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def of_whole_blocks(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a BlockMask.from_kv_blocks of lists of blocks that may be parts."""
-
-    @functools.wraps(own)
-    def from_kv_blocks(*args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None:
-            with without_view():
-                args, kwargs = changed(view.gather, (args, kwargs))
-        return own(*args, **kwargs)
-
-    return from_kv_blocks
+@in_views
+def from_kv_blocks(view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a mask of lists of blocks that may be parts."""
+    with without_view():
+        args, kwargs = changed(view.gather, (args, kwargs))
+    return own(*args, **kwargs)
 
 
 def _of_heads(tensors: tuple[Tensor, ...], score_mod: Any, options: Any) -> Part | None:

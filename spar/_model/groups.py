@@ -26,6 +26,12 @@ def ranks(group: Any) -> list[int]:
         return []
 
 
+def ranks_of(mesh: Any) -> list[int]:
+    """Return the ranks of a mesh of any number of dims."""
+    found: list[int] = mesh.mesh.flatten().tolist()
+    return found
+
+
 def is_apart(sequence: Any, members: Iterable[int]) -> bool:
     """Whether this rank alone, of the ranks of a sequence's group, is among the members of another group."""
     return len({*members} & {*ranks(sequence)}) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .groups import is_apart
+from .groups import is_apart, ranks_of
 
 _MOST, _MOST_FLOATS = 2**20, 2**14  # items of a tensor that are read
 _SAMPLES = 8  # items of each parameter
@@ -82,7 +82,7 @@ def compared(model: nn.Module, group: Any) -> list[tuple[str, Tensor]]:
             continue
         placements = getattr(p, "placements", None)  # A DTensor has placements.
         is_whole = placements is not None and all(each.is_replicate() for each in placements)
-        if is_whole or (placements is not None and is_apart(group, p.device_mesh.mesh.flatten().tolist())):
+        if is_whole or (placements is not None and is_apart(group, ranks_of(p.device_mesh))):
             found.append((name, p._local_tensor))
         elif type(p) is nn.Parameter and p.layout is torch.strided:
             found.append((name, p))

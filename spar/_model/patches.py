@@ -28,12 +28,13 @@ from .._exchange.arguments import ranks_of
 from .._group.group import MOST_EXCHANGES, Call
 from . import collectives, subclasses, threads
 from .bodies import redirected
-from .flex import intercepting, making_masks, of_whole_blocks
+from .flex import create_block_mask, flex_attention, from_kv_blocks
 from .gradients import average_inputs
 from .groups import check_results
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, mark, part_of
 from .planning import AS_WHOLE
+from .stand_ins import computing, in_views, replaced, standing_for
 from .view import View, current_view, without_view
 from .waiting import computed
 
@@ -94,8 +95,10 @@ def _install(view: View) -> None:
     own = torch.nn.Parameter.__dict__["__new__"].__func__
     _replace(torch.nn.Parameter, "__new__", staticmethod(_parameter(own)))
     collectives.install()
-    subclasses.install(current_view)
-    _replace(Tensor, "_make_subclass", subclasses.make_subclass(current_view))
+    _replace(Tensor, "_make_subclass", staticmethod(_make_subclass(Tensor._make_subclass)))
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None:
+        _replace(tensors.DTensor, "to_local", _to_local(tensors.DTensor.to_local))
     for owner, name, value in threads.replacements():
         _replace(owner, name, value)
     _restore.enter_context(redirected(_RECOMPUTED, _recomputed))
@@ -104,15 +107,15 @@ def _install(view: View) -> None:
     for owner in (torch, torch.random):
         _replace(owner, "seed", _seed)
     for owner, name, advice in _UNSEEN:
-        _replace(owner, name, _unseen(getattr(owner, name), name, advice))
+        _replace(owner, name, standing_for(getattr(owner, name), functools.partial(_unseen, name, advice)))
     for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        _replace(kind, "__call__", _scripted(kind.__call__))
+        _replace(kind, "__call__", standing_for(kind.__call__, _scripted))
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is not None:
-        _restore.enter_context(redirected(flex.flex_attention, intercepting))
-        _restore.enter_context(redirected(flex.create_block_mask, making_masks))
+        _restore.enter_context(redirected(flex.flex_attention, flex_attention))
+        _restore.enter_context(redirected(flex.create_block_mask, create_block_mask))
         of_blocks = flex.BlockMask.from_kv_blocks.__func__
-        _restore.enter_context(redirected(of_blocks, of_whole_blocks))
+        _restore.enter_context(redirected(of_blocks, from_kv_blocks))
     _restore.enter_context(view.library.around())
     # Dynamo cannot trace a view: compiled modules run as they are.
     if "torch._dynamo" in sys.modules:
@@ -134,12 +137,7 @@ def enter_inputs(view: View, model: torch.nn.Module, args: Any, kwargs: Any) -> 
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    before = owner.__dict__.get(name)
-    setattr(owner, name, value)
-    if before is None:
-        _restore.callback(delattr, owner, name)
-    else:
-        _restore.callback(setattr, owner, name, before)
+    _restore.enter_context(replaced((owner, name, value)))
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,12 +173,9 @@ def _by_row(
     view: View, call: Callable[..., Any], part: Part, args: tuple[Any, ...], of_rows: tuple[int, ...]
 ) -> Any:
     """Call a Function with this rank's rows, and with weights [V, D] that it multiplies each by."""
-    for x in tensors_in(args):
-        view.check_stale("a function of rows", x)
-    if view.recording:
-        weights = sum(x.numel() for x in tensors_in(args[1:]) if x.dim() == 2)
-        view.report.add((part.local * weights, part.whole * weights), view.blocks > 0)
-    with without_view():
+    weights = sum(x.numel() for x in tensors_in(args[1:]) if x.dim() == 2)
+    work = part.local * weights, part.whole * weights
+    with computing(view, "a function of rows", tensors_in(args), work):
         local = [*args]
         for i in of_rows:
             local[i] = args[i] if part_of(args[i]) is part else view.parts.shard(args[i], part)
@@ -256,44 +251,34 @@ def _seed() -> int:
     return number
 
 
-def _unseen(own: Callable[..., Any], name: str, advice: str) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is None or not has_part(args, kwargs):
-            return own(*args, **kwargs)
-        args, kwargs = computed((args, kwargs))
-        if name == "as_subclass":
-            return mark(own(*args, **kwargs), part_of(args[0]))
-        raise view.error(name, "reads the memory of sharded tensors", advice)
-
-    return call
+def _unseen(name: str, advice: str, view: View, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not has_part(args, kwargs):
+        return own(*args, **kwargs)
+    args, kwargs = computed((args, kwargs))
+    if name == "as_subclass":
+        return mark(own(*args, **kwargs), part_of(args[0]))
+    raise view.error(name, "reads the memory of sharded tensors", advice)
 
 
-def _scripted(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is None or not has_part(args, kwargs):
-            return own(self, *args, **kwargs)
-        args, kwargs = computed((args, kwargs))
-        return view.outside(getattr(self, "name", "TorchScript"), functools.partial(own, self), args, kwargs)
-
-    return call
+def _scripted(view: View, own: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+    if not has_part(args, kwargs):
+        return own(script, *args, **kwargs)
+    args, kwargs = computed((args, kwargs))
+    return view.outside(getattr(script, "name", "TorchScript"), functools.partial(own, script), args, kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def _parameter(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def new(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None and part_of(data) is not None:
-            raise view.error(
-                "nn.Parameter", "would be of this rank's part", "use the activation itself, or its clone()"
-            )
-        return own(cls, data, *args, **kwargs)
+@in_views
+def _parameter(
+    view: View, own: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if part_of(data) is not None:
+        raise view.error(
+            "nn.Parameter", "would be of this rank's part", "use the activation itself, or its clone()"
+        )
+    return own(cls, data, *args, **kwargs)
 
-    return new
+
+_make_subclass, _to_local = in_views(subclasses.make_subclass), in_views(subclasses.to_local)
 
 
 @functools.lru_cache(maxsize=256)

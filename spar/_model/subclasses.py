@@ -9,7 +9,6 @@ torch's functions hold for it: its part is an attribute, and its global shape ha
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.nn import Parameter
 
 from .call import FunctionCall, Plan
 from .dtensors import arrived, divides, is_distributed, is_waiting
-from .groups import check_same_tokens, is_apart
+from .groups import check_same_tokens, is_apart, ranks_of
 from .nested import changed, tensors_in
 from .part import Part, mark, part_of
 from .spans_mask import SpansMask
@@ -117,7 +116,7 @@ def check_inputs(view: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuse DTensors over ranks that share a sequence as inputs of a model."""
     inputs: list[Any] = tensors_in(args, kwargs)
     for x in inputs:
-        if is_distributed(x) and not _is_apart(view, x.device_mesh):
+        if is_distributed(x) and not is_apart(view.parts.group, ranks_of(x.device_mesh)):
             raise ValueError(
                 f"a sharded model's forward on rank {view.parts.rank} of {view.parts.world}: an input is a "
                 f"DTensor {list(x.shape)} over ranks that share the sequence; pass its full_tensor(), or its "
@@ -125,48 +124,26 @@ def check_inputs(view: Any, args: Any, kwargs: dict[str, Any]) -> None:
             )
 
 
-def install(current_view: Callable[[], Any]) -> None:
-    """Replace a method of DTensors, for good. Outside of a view it is torch's."""
-    if _TENSOR in sys.modules:
-        _install(sys.modules[_TENSOR].DTensor, current_view)
+def make_subclass(
+    view: Any, own: Callable[..., Any], cls: Any, data: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Stand for Tensor's method of this name: refuse parts."""
+    if part_of(data) is not None:
+        raise view.error(cls.__name__, "would be of this rank's part", _ADVICE)
+    return own(cls, data, *args, **kwargs)
 
 
-@functools.cache
-def _install(dtensor: Any, current_view: Callable[[], Any]) -> None:
-    dtensor.to_local = _to_local(dtensor.to_local, current_view)
-
-
-@functools.cache
-def make_subclass(current_view: Callable[[], Any]) -> Any:
-    """Return what is in the place of Tensor's method while a view runs: it refuses parts."""
-    own = Tensor._make_subclass
-
-    @functools.wraps(own)
-    def make(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
-        view = current_view()
-        if view is not None and part_of(data) is not None:
-            raise view.error(cls.__name__, "would be of this rank's part", _ADVICE)
-        return own(cls, data, *args, **kwargs)
-
-    return staticmethod(make)
-
-
-def _to_local(own: Callable[..., Any], current_view: Callable[[], Any]) -> Callable[..., Any]:
-    """own: DTensor's, which without gradients calls no Function."""
-
-    @functools.wraps(own)
-    def to_local(x: Any, *args: Any, **kwargs: Any) -> Any:
-        view, part = current_view(), part_of(x)
-        if view is None or part is None:
-            return own(x, *args, **kwargs)
-        _check(view, "DTensor.to_local", x.device_mesh, x.placements, part)
-        return mark(arrived(own(x, *args, **kwargs)), part)
-
-    return to_local
+def to_local(view: Any, own: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for DTensor's method of this name, which without gradients calls no Function."""
+    part = part_of(x)
+    if part is None:
+        return own(x, *args, **kwargs)
+    _check(view, "DTensor.to_local", x.device_mesh, x.placements, part)
+    return mark(arrived(own(x, *args, **kwargs)), part)
 
 
 def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part | None) -> None:
-    if not _is_apart(view, mesh):
+    if not is_apart(view.parts.group, ranks_of(mesh)):
         advice = "take a mesh of other ranks, and call the model outside of torch's context_parallel"
         raise view.error(name, "is over ranks that share a sequence", advice)
     if part is None:
@@ -176,10 +153,6 @@ def _check(view: Any, name: str, mesh: Any, placements: Any, part: Part | None) 
         raise view.error(name, f"divides dim {part.dim}, which is sharded, over other ranks", advice)
     for group in mesh.get_all_groups():
         check_same_tokens(view, name, group, mesh.device_type)
-
-
-def _is_apart(view: Any, mesh: Any) -> bool:
-    return is_apart(view.parts.group, mesh.mesh.flatten().tolist())
 
 
 def _local_shape(view: Any, shape: Any, stride: Any, part: Part) -> tuple[Any, Any]:

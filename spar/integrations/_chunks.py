@@ -19,6 +19,7 @@ from .._model.moving import moved
 from .._model.nested import changed, tensors_in
 from .._model.part import Part, mark, part_of, whole_shape
 from .._model.report import multiply_adds
+from .._model.stand_ins import count
 from .._model.view import current_view, without_view
 
 # The modules that have it, by the name `chunk_layer`.
@@ -57,8 +58,7 @@ def _of_rows(own: Callable[..., Any]) -> Callable[..., Any]:
             out = own(layer, changed(lambda x: _own(x, part), inputs), chunk_size, no_batch_dims, **named)
         if draws_since(before, part.parts.device):
             raise view.error("chunk_layer", "draws other numbers than one process", "pass chunk_size=None")
-        if view.recording:
-            view.report.add((counted.work, counted.work // part.local * part.whole), view.blocks > 0)
+        count(view, (counted.work, counted.work // part.local * part.whole))
         return changed(lambda x: mark(x, part), out)
 
     return chunk_layer

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from .._model.model import states_of
 from .._model.report import Report
+from .._model.stand_ins import replaced
 from ._parallelize import parallelize
 from ._versions import check_version
 
@@ -120,19 +121,6 @@ def seeding_by_group(size: int) -> tuple[Any, str, Any]:
         return SimpleNamespace(process_index=AcceleratorState().process_index // size)
 
     return random, "AcceleratorState", state
-
-
-@contextlib.contextmanager
-def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes, each of an owner, until this is left."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    for each in values:
-        setattr(*each)
-    try:
-        yield
-    finally:
-        for each in before:
-            setattr(*each)
 
 
 @functools.cache

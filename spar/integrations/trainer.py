@@ -11,6 +11,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from .._model.model import states_of
+from .._model.stand_ins import replaced
 from ._trainer import (
     WHERE,
     Sequences,
@@ -19,7 +20,6 @@ from ._trainer import (
     check_dataset,
     check_settings,
     check_versions,
-    replaced,
     seeding_by_group,
 )
 from ._trainer_check import compare_with_one_process

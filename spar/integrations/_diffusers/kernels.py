@@ -14,6 +14,7 @@ from ..._attention.attention import attention
 from ..._model.part import has_part, mark, part_of, whole_numel, whole_shape
 from ..._model.rules.attention import drawing, method_of
 from ..._model.rules.products import work
+from ..._model.stand_ins import count
 from ..._model.view import View, current_view, without_view
 from ...sizes import share
 
@@ -58,7 +59,7 @@ def _of_parts(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
             return out
         if name == _FLEX:
             return kernel(query=query, key=key, value=value, **options)
-        _count(view, 2 * whole_numel(query) * whole_shape(key)[1], query, None)
+        count(view, work(2 * whole_numel(query) * whole_shape(key)[1], query, None))
         return view.outside(name, kernel, (), {"query": query, "key": key, "value": value, **options})
 
     return run
@@ -90,7 +91,7 @@ def _attended(
         method = "ulysses" if by_heads else method_of(part, keys)
         if method in (None, "ring"):  # None is a ring in part over a hybrid layout, and needs a log-sum-exp
             method = "ulysses" if heads >= view.parts.world and keys is not None else "gather"
-        _count(view, 2 * q.numel() * whole_shape(k)[1], q, part)
+        count(view, work(2 * q.numel() * whole_shape(k)[1], q, part))
         out = attention(
             q,
             k,
@@ -119,8 +120,3 @@ def _of_heads(options: dict[str, Any], view: View, q: Tensor, heads: int) -> dic
         return options
     first = sum(share(heads, view.parts.world, rank) for rank in range(view.parts.rank))
     return {**options, "attn_mask": mask.narrow(1, first, own)}
-
-
-def _count(view: View, local: int, q: Tensor, part: Any) -> None:
-    if view.recording:
-        view.report.add(work(local, q, part), view.blocks > 0)

@@ -25,6 +25,7 @@ from ..._model.part import Part, mark, part_of, whole_numel
 from ..._model.rules.attention import exchanged
 from ..._model.rules.products import shared
 from ..._model.spans_mask import mask_of, spans_of_floats
+from ..._model.stand_ins import computing, replaced
 from ..._model.view import current_view, without_view
 
 _OPTIONAL = "?"  # a statement that a formula may leave out
@@ -97,11 +98,8 @@ def attending(modeling_utils: Any) -> Iterator[None]:
         formula = formula_of(default)
         return functools.partial(_attend, default, formula == "sinks") if formula else default
 
-    interface.get_interface = get_interface
-    try:
+    with replaced((interface, "get_interface", get_interface)):
         yield
-    finally:
-        interface.get_interface = own
 
 
 @functools.lru_cache(maxsize=512)
@@ -192,13 +190,9 @@ def _beside_sdpa(
     part: Part, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
 ) -> Tensor:
     """Attend over parts of one sequence, with options of `spar.attention` that torch's has not."""
-    view = current_view()
+    view, work = current_view(), shared(2 * whole_numel(query) * part.whole, part)
     assert view is not None
-    for x in (query, key, value):
-        view.check_stale("eager attention", x)
-    if view.recording:
-        view.report.add(shared(2 * whole_numel(query) * part.whole, part), view.blocks > 0)
-    with without_view():
+    with computing(view, "eager attention", (query, key, value), work):
         return mark(exchanged(part, part)(query, key, value, mask, **options), part)
 
 

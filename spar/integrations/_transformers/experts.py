@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._model.groups import is_apart
+from ..._model.groups import is_apart, ranks_of
 from ..._model.nested import changed, tensors_in
 from ..._model.part import Part, mark, part_of
+from ..._model.stand_ins import computing
 from ..._model.view import View, without_view
 
 # Its forward calls the implementation that the config names.
@@ -45,11 +46,8 @@ def run_experts(
             return own(*view.gather(args), **view.gather(kwargs))
     if not sends:
         _check_whole(view, module)
-    for x in tensors:
-        view.check_stale("experts", x)
-    if view.recording:
-        view.report.add(_work(module, part, tensors[1]), view.blocks > 0)
-    with without_view():  # ranks with other runs of tokens select theirs by other functions
+    # Ranks with other runs of tokens select theirs by other functions.
+    with computing(view, "experts", tensors, _work(module, part, tensors[1])):
         # What a router chose may be whole, as of functions that have no rule.
         args, kwargs = changed(lambda x: x if part_of(x) else view.parts.shard(x, part), (args, kwargs))
         return mark(own(*args, **kwargs), part)
@@ -64,7 +62,7 @@ def _check_whole(view: View, module: nn.Module) -> None:
     """Refuse experts that are divided over ranks of the sequence: these would add up different rows."""
     for parameter in module.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)  # A DTensor has one.
-        if mesh is not None and not _is_apart(view, mesh):
+        if mesh is not None and not is_apart(view.parts.group, ranks_of(mesh)):
             raise view.error(
                 "experts",
                 "are divided over ranks that have other tokens",
@@ -80,11 +78,7 @@ def _sends_rows(view: View, own: Callable[..., Any]) -> bool:
     if not inspect.isfunction(own):
         return False
     held: Any = inspect.getclosurevars(own).nonlocals.get("implementation")
-    return not getattr(held, "shares_batch", True) and _is_apart(view, held.tp_mesh)
-
-
-def _is_apart(view: View, mesh: Any) -> bool:
-    return is_apart(view.parts.group, mesh.mesh.flatten().tolist())
+    return not getattr(held, "shares_batch", True) and is_apart(view.parts.group, ranks_of(held.tp_mesh))
 
 
 def _work(module: nn.Module, part: Part, index: Tensor) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..._model.stand_ins import replaced
+
 _LIBRARY, _MASKS = "transformers.", "transformers.masking_utils"
 _owners: set[Any] = set()  # modules of transformers whose code makes sets
 
@@ -57,15 +59,6 @@ def restore_sets(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def ordering(_: Any) -> Iterator[None]:
     """Let the sets that these modules make be ordered."""
-    owners = [owner for owner in {*_owners, sys.modules.get(_MASKS)} if owner is not None]
-    before = [vars(owner).get("set") for owner in owners]
-    for owner in owners:
-        owner.set = _ordered
-    try:
+    owners = {*_owners, sys.modules.get(_MASKS)} - {None}
+    with replaced(*[(owner, "set", _ordered) for owner in owners]):
         yield
-    finally:
-        for owner, own in zip(owners, before, strict=True):
-            if own is None:
-                del owner.set
-            else:
-                owner.set = own

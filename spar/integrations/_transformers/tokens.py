@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..._attention.prefix_tree import SpansOfTree, Tree
+from ..._model.nested import tensors_in
 from ..._model.part import Part, has_part, mark, part_of
 from ..._model.rules.products import shared
+from ..._model.stand_ins import computing
 from ..._model.view import View, without_view
 from ...groups import init
 from ...ops.convolution import can_correct, convolve, convolve_tree
@@ -45,13 +47,8 @@ class Tokens(NamedTuple):
 
         items: the multiply-adds for each token.
         """
-        view = self.view
-        for x in tensors:
-            if isinstance(x, Tensor):
-                view.check_stale(name, x)
-        if view.recording:
-            view.report.add(shared(items * self.part.whole, self.part), view.blocks > 0)
-        with without_view():
+        work = shared(items * self.part.whole, self.part)
+        with computing(self.view, name, tensors_in(tensors), work):
             return mark(function(*tensors), self.part)
 
     def passes_states(self, tensors: Sequence[Tensor], items: int) -> bool:
