@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +17,8 @@ from .. import _C
 from ..errors import GroupBrokenError, SparError
 from . import fork, process_group
 from .speeds import Measured
+
+T = TypeVar("T")
 
 # How far a rank's call has come, which decides what an exception in it means for the peers.
 LOCAL = 0  # the peers know nothing of it: the failure must be reported to them
@@ -31,6 +34,10 @@ class Place(NamedTuple):
     handle: int  # of the group; never reused in this process. 0: the process does not have the group
     world: int
     rank: int
+
+    def remember(self, key: object, make: Callable[[], T]) -> T:
+        """Return what make returns: a place keeps nothing, other than a group."""
+        return make()
 
 
 ALONE = Place(0, 1, 0)  # without a group

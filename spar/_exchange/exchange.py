@@ -351,14 +351,15 @@ def _run_op(
 ) -> list[torch.Tensor]:
     """text, sizes: of an `OpCall`."""
     group = group_at(handle)
-    key = text, *sizes
-    exchange = group.exchanges.get(key)
-    if exchange is None:
+
+    def make() -> Exchange:
         call = call_of(text)
         scale, layouts = (call.factor, call.divide), layouts_of(call, sizes)
-        exchange = Exchange(call.op, group, layouts, scale, note=call.note, gradient=call.gradient)
-        exchange.then = tuple(call.then)
-        group.exchanges[key] = exchange
+        made = Exchange(call.op, group, layouts, scale, note=call.note, gradient=call.gradient)
+        made.then = tuple(call.then)
+        return made
+
+    exchange = group.remember((text, *sizes), make)
     with contextlib.ExitStack() as blocks:
         for dependent in exchange.then:
             blocks.enter_context(group_at(dependent).call(exchange.name, 1, inputs[0].device.type))

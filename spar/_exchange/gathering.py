@@ -57,12 +57,11 @@ def gathering_of(
     group: Group, name: str, plan: GatherPlan, tensors: int, dim: int, records: bool, note: str, fill: float
 ) -> Gathering:
     """Return what gathers pieces of so many tensors, whose exchange the group remembers."""
-    key = name, note, plan, tensors, dim, records
-    exchange = group.exchanges.get(key)
-    if exchange is None:
-        args = (plan.args(dim, group.world),) * tensors
-        exchange = group.exchanges[key] = Exchange(name, group, args, records=records, note=note)
-    return Gathering(exchange, plan, dim, fill)
+
+    def make() -> Exchange:
+        return Exchange(name, group, (plan.args(dim, group.world),) * tensors, records=records, note=note)
+
+    return Gathering(group.remember((name, note, plan, tensors, dim, records), make), plan, dim, fill)
 
 
 class SparGathering(torch.autograd.Function):

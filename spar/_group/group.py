@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from . import setup
 from .log import failed, logged
 from .profiling import is_profiled, profiled
 from .queue import Job, Queue
+
+T = TypeVar("T")
 
 MOST_EXCHANGES = 2**62  # the peers may wait for any later exchange of a rank that fails
 
@@ -54,6 +56,13 @@ class Group(GroupState, _C.Turn):
         self._is_profiled = is_profiled
         self._lock = threading.Lock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
+
+    def remember(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return what an equal call decided, or what this one decides by make."""
+        found: T | None = self.exchanges.get(key)
+        if found is None:
+            found = self.exchanges[key] = make()
+        return found
 
     # ---- calls ----
 

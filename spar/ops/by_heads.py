@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._exchange.arguments import Arguments, not_empty
 from .._exchange.layouts import Layout
-from .._group.group import Group
 from ..sequence_layout import SequenceLayout, checked_numbers, numbers_of
 from .heads import HeadExchange
 from .tree_row import TreeRow, agree, check_tree
@@ -114,15 +113,11 @@ def _exchange(
     call: Arguments, counts: tuple[int, ...], heads: int, head: int, sequence: Layout, results: int
 ) -> HeadExchange:
     """Return the exchange of tokens for heads, which the group remembers."""
-    group, sequences = call.group, [sequence] * len(counts)
-    arguments = counts, heads, head, sequences, results
-    if not isinstance(group, Group):
-        return HeadExchange(_NAME, group, *arguments)
-    key = _NAME, counts, head, sequence, results
-    exchange = group.exchanges.get(key)
-    if exchange is None:
-        exchange = group.exchanges[key] = HeadExchange(_NAME, group, *arguments)
-    return exchange
+
+    def make() -> HeadExchange:
+        return HeadExchange(_NAME, call.group, counts, heads, head, [sequence] * len(counts), results)
+
+    return call.group.remember((_NAME, counts, head, sequence, results), make)
 
 
 def _dims(
