@@ -130,144 +130,113 @@ def _refuse_second_derivative() -> None:
         raise second_derivative_error()
 
 
-# ---- to the ranks that attend ----
-
-
-class Delivery(NamedTuple):
-    """An exchange of tensors [B, H, S, D] from the owners of their tokens, and the route of each.
+class Leg(NamedTuple):
+    """An exchange of rows [B, H, S, D], and numbers [B, H, S] of rows, between owners and those that attend.
 
     Attributes:
-        gradients: the exchange of their gradients.
-        float8: whether each of both moves rows as float8.
+        exchange: the exchange.
+        routes: of each tensor, from the owners.
+        is_float8: whether rows travel as float8.
     """
 
     exchange: Exchange
-    gradients: Exchange
     routes: tuple[Route, ...]
-    float8: tuple[bool, bool]
+    is_float8: bool
 
-    def run(self, tensors: Sequence[Tensor], records: bool) -> list[Tensor]:
+    def to_attend(self, tensors: Sequence[Tensor], call: Number = 0) -> list[Tensor]:
         """Return the tensors of this rank's heads and tokens, in the order of the sequence."""
-        exchange, dtype = self.exchange.recorded() if records else self.exchange, tensors[0].dtype
-        sent = [narrowed_rows(x) for x in tensors] if self.float8[0] else tensors
+        sent = self._sent(tensors)
         kinds = [route.cut(x) for route, x in zip(self.routes, sent, strict=True)]
         shapes = [
             route.shapes_parted(x.size(0), x.size(3)) for route, x in zip(self.routes, sent, strict=True)
         ]
-        received = _exchanged(exchange, kinds, shapes)
-        joined = [route.joined(parts) for route, parts in zip(self.routes, received, strict=True)]
-        return [widened_rows(x, dtype) for x in joined] if self.float8[0] else joined
+        received = zip(self.routes, _exchanged(self.exchange, kinds, shapes, call), tensors, strict=True)
+        return [self._received(route.joined(parts), x) for route, parts, x in received]
 
-    def undo(self, grads: Sequence[Tensor], call: Number) -> list[list[Tensor]]:
-        """Return the gradients of this rank's tensors from each rank that got parts of them."""
-        sent = [narrowed_rows(x) for x in grads] if self.float8[1] else grads
+    def to_owners(self, tensors: Sequence[Tensor], call: Number = 0) -> list[list[Tensor]]:
+        """Return the parts of each tensor, of this rank's tokens, by the rank that had them."""
+        sent = self._sent(tensors)
         kinds = [route.parted(x) for route, x in zip(self.routes, sent, strict=True)]
         shapes = [route.shapes_cut(x.size(0), x.size(3)) for route, x in zip(self.routes, sent, strict=True)]
-        received = _exchanged(self.gradients, kinds, shapes, call)
-        if not self.float8[1]:
-            return received
-        return [[widened_rows(x, grads[0].dtype) for x in parts] for parts in received]
+        received = zip(_exchanged(self.exchange, kinds, shapes, call), tensors, strict=True)
+        return [[self._received(part, x) for part in parts] for parts, x in received]
+
+    def _sent(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors as they travel: numbers as rows of one."""
+        return [
+            x.unsqueeze(3) if x.dim() == 3 else narrowed_rows(x) if self.is_float8 else x for x in tensors
+        ]
+
+    def _received(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return what came, of the dims and the dtype of `like` before it travelled."""
+        if like.dim() == 3:
+            return x[..., 0]
+        return widened_rows(x, like.dtype) if self.is_float8 else x
+
+
+class Legs(NamedTuple):
+    """The exchange of tensors in forward, and that of their gradients, which go back, in backward."""
+
+    forward: Leg
+    backward: Leg
+
+    def recorded(self) -> Leg:
+        """Return the exchange in forward as autograd records it."""
+        return self.forward._replace(exchange=self.forward.exchange.recorded())
+
+
+# ---- to the ranks that attend ----
 
 
 class SparDelivery(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, *tensors: Tensor) -> Any:
-        outputs = delivery.run(tensors, True)
-        ctx.delivery, ctx.call = delivery, delivery.exchange.number()
+    def forward(ctx: Any, legs: Legs, *tensors: Tensor) -> Any:
+        outputs = legs.recorded().to_attend(tensors)
+        ctx.legs, ctx.call = legs, legs.forward.exchange.number()
         ctx.shapes = [x.shape for x in tensors]
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        delivery, gradients = ctx.delivery, ctx.delivery.gradients
-        with Call(gradients.group, gradients.name, 1, grads[0].device.type):
+        leg = ctx.legs.backward
+        with Call(leg.exchange.group, leg.exchange.name, 1, grads[0].device.type):
             _refuse_second_derivative()
-            sums = zip(delivery.routes, delivery.undo(grads, ctx.call), ctx.shapes, strict=True)
+            sums = zip(leg.routes, leg.to_owners(grads, ctx.call), ctx.shapes, strict=True)
             return None, *(route.summed(parts, shape) for route, parts, shape in sums)
 
 
-def deliver(delivery: Delivery, tensors: Sequence[Tensor]) -> list[Tensor]:
+def deliver(legs: Legs, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors [B, H, S, D] of this rank's heads and tokens; record it if one needs a gradient."""
     if must_record(tensors):
-        return list(SparDelivery.apply(delivery, *tensors))  # type: ignore[no-untyped-call]
-    return delivery.run(tensors, False)
+        return list(SparDelivery.apply(legs, *tensors))  # type: ignore[no-untyped-call]
+    return legs.forward.to_attend(tensors)
 
 
 # ---- back to the owners ----
-
-
-class Return(NamedTuple):
-    """An exchange of results [B, H, S, E], and [B, H, S] if there are two, along the route of the queries.
-
-    Attributes:
-        gradients: the exchange of what ranks need of the gradients of results.
-        merges: whether ranks attended to other keys each, and results are merged by the log-sum-exp; else
-            they have other heads.
-        float8: whether the exchange, and that of gradients, move rows as float8.
-    """
-
-    exchange: Exchange
-    gradients: Exchange
-    route: Route
-    merges: bool
-    float8: tuple[bool, bool]
-
-    def run(self, outs: Sequence[Tensor], records: bool) -> list[list[Tensor]]:
-        """Return the parts of each result, of this rank's tokens, by the rank that computed them."""
-        exchange, dtype = self.exchange.recorded() if records else self.exchange, outs[0].dtype
-        sent = _by_rows(outs, self.float8[0])
-        kinds = [self.route.parted(x) for x in sent]
-        received = _exchanged(exchange, kinds, [self.route.shapes_cut(x.size(0), x.size(3)) for x in sent])
-        if self.float8[0]:
-            received[0] = [widened_rows(x, dtype) for x in received[0]]
-        return received
-
-    def undo(self, grads: Sequence[Tensor], call: Number) -> list[Tensor]:
-        """Return the gradients [B, H, S, E] of what this rank computed, from those of results."""
-        sent = _by_rows(grads, self.float8[1])
-        kinds = [self.route.cut(x) for x in sent]
-        shapes = [self.route.shapes_parted(x.size(0), x.size(3)) for x in sent]
-        received = _exchanged(self.gradients, kinds, shapes, call)
-        found = [self.route.joined(parts) for parts in received]
-        if self.float8[1]:
-            found[0] = widened_rows(found[0], grads[0].dtype)
-        return found
-
-
-def _by_rows(tensors: Sequence[Tensor], is_float8: bool) -> list[Tensor]:
-    """Return results as an exchange moves them: rows [B, H, S, E], and numbers [B, H, S] as rows of one."""
-    rows, *numbers = tensors
-    found = [narrowed_rows(rows) if is_float8 else rows]
-    return found + [x.unsqueeze(3) for x in numbers]
 
 
 class SparReturn(torch.autograd.Function):
     """Results of heads that other ranks have, one behind the other."""
 
     @staticmethod
-    def forward(ctx: Any, back: Return, *outs: Tensor) -> Any:
-        ctx.back = back
-        results = _of_all_heads(back, back.run(outs, True), outs)
-        ctx.call = back.exchange.number()
+    def forward(ctx: Any, legs: Legs, *outs: Tensor) -> Any:
+        results = _of_all_heads(legs.recorded(), outs)
+        ctx.legs, ctx.call = legs, legs.forward.exchange.number()
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        back = ctx.back
-        with Call(back.gradients.group, back.gradients.name, 2, grads[0].device.type):
+        leg = ctx.legs.backward
+        with Call(leg.exchange.group, leg.exchange.name, 2, grads[0].device.type):
             _refuse_second_derivative()
-            found = back.undo(grads, ctx.call)
-            return None, *(x if like.dim() == 4 else x[..., 0] for x, like in zip(found, grads, strict=True))
+            return None, *leg.to_attend(grads, ctx.call)
 
 
-def _of_all_heads(
-    back: Return, parts: Sequence[Sequence[Tensor]], outs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+def _of_all_heads(leg: Leg, outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Join the parts of each result, whose ranks are not in the order of their heads."""
-    firsts = [heads[0] for heads, _ in back.route.sent]
+    firsts = [heads[0] for heads, _ in leg.routes[0].sent]
     order = sorted(range(len(firsts)), key=firsts.__getitem__)
-    joined = [torch.cat([of_ranks[i] for i in order], 1) for of_ranks in parts]
-    return tuple([x if out.dim() == 4 else x[..., 0] for x, out in zip(joined, outs, strict=True)])
+    return tuple([torch.cat([parts[i] for i in order], 1) for parts in leg.to_owners(outs)])
 
 
 class SparMerge(torch.autograd.Function):
@@ -278,23 +247,22 @@ class SparMerge(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, back: Return, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Any:
+    def forward(ctx: Any, legs: Legs, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Any:
         with no_autocast(out.device.type):
-            merged, total = _merged(back.run((out, lse), True), sinks)
-        ctx.back, ctx.call = back, back.exchange.number()
+            merged, total = _merged(legs.recorded().to_owners((out, lse)), sinks)
+        ctx.legs, ctx.call = legs, legs.forward.exchange.number()
         ctx.save_for_backward(out, lse, merged, total, sinks)
         return merged, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> Any:
-        back, device = ctx.back, grad.device.type
-        with Call(back.gradients.group, back.gradients.name, 2, device), no_autocast(device):
+        leg, device = ctx.legs.backward, grad.device.type
+        with Call(leg.exchange.group, leg.exchange.name, 2, device), no_autocast(device):
             _refuse_second_derivative()
             out, lse, merged, total, sinks = ctx.saved_tensors
             rows = (grad.to(lse.dtype) * merged.to(lse.dtype)).sum(3) - grad_lse
             total = finite(total)
-            own_grad, *of_rows = back.undo((grad, total, rows), ctx.call)
-            own_total, own_rows = (x[..., 0] for x in of_rows)
+            own_grad, own_total, own_rows = leg.to_attend((grad, total, rows), ctx.call)
             weights, own_grad = torch.exp(lse - own_total), own_grad.to(lse.dtype)
             dlse = weights * ((own_grad * out.to(lse.dtype)).sum(3) - own_rows)
             dsinks = None
@@ -305,32 +273,37 @@ class SparMerge(torch.autograd.Function):
 
 
 def _merged(parts: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge outputs [B, H, S, E] by their log-sum-exps [B, H, S, 1]; a sink has the value 0."""
+    """Merge outputs [B, H, S, E] by their log-sum-exps [B, H, S]; a sink has the value 0."""
     outs, lses = parts
     scores = list(lses)
     if sinks is not None:
-        scores.append(sinks.to(lses[0].dtype)[:, None, None].expand_as(lses[0]))
+        scores.append(sinks.to(lses[0].dtype)[:, None].expand_as(lses[0]))
     stacked = torch.stack(scores)
     total = torch.logsumexp(stacked, 0)
     # Not exp(lse - total): scores of -1e9 absorb a logarithm, and weights would not sum to 1.
     weights = stacked.softmax(0).masked_fill_(total == -torch.inf, 0.0)
     merged = torch.zeros_like(outs[0], dtype=total.dtype)
     for weight, out in zip(weights, outs, strict=False):
-        merged.addcmul_(out.to(total.dtype), weight)
-    return merged.to(outs[0].dtype), total[..., 0]
+        merged.addcmul_(out.to(total.dtype), weight[..., None])
+    return merged.to(outs[0].dtype), total
 
 
-def give_back(back: Return, outs: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor, ...]:
+def give_back(legs: Legs, outs: Sequence[Tensor], sinks: Tensor | None, merges: bool) -> tuple[Tensor, ...]:
     """Return the results of this rank's tokens: the output [B, H, S, E], and the log-sum-exp [B, H, S].
 
-    outs: of this rank's heads and the queries of its row. sinks: of all heads, if results are to be merged.
+    Args:
+        legs: along the route of the queries.
+        outs: of this rank's heads and the queries of its row.
+        sinks: of all heads, if results are merged.
+        merges: whether ranks attended to other keys each, and results are merged by the log-sum-exp; else
+            they have other heads.
     """
     tensors = outs if sinks is None else (*outs, sinks)
     records = must_record(tensors)
-    if back.merges:
+    if merges:
         if records:
-            return tuple(SparMerge.apply(back, *outs, sinks))  # type: ignore[no-untyped-call]
-        return _merged(back.run(outs, False), sinks)
+            return tuple(SparMerge.apply(legs, *outs, sinks))  # type: ignore[no-untyped-call]
+        return _merged(legs.forward.to_owners(outs), sinks)
     if records:
-        return tuple(SparReturn.apply(back, *outs))  # type: ignore[no-untyped-call]
-    return _of_all_heads(back, back.run(outs, False), outs)
+        return tuple(SparReturn.apply(legs, *outs))  # type: ignore[no-untyped-call]
+    return _of_all_heads(legs.forward, outs)

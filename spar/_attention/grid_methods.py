@@ -18,10 +18,9 @@ from .._exchange.exchange import Exchange, backward_of
 from .._exchange.gather_plan import Interval
 from .._exchange.layouts import Args, swapped
 from .._exchange.observers import have_tangents, is_transformed
-from .._group.group import Group
 from ..ops.heads import heads_of_ranks, repeats_of
 from ..sizes import as_int
-from .delivery import Delivery, Return, deliver, give_back, route_of
+from .delivery import Leg, Legs, deliver, give_back, route_of
 from .float8 import DIRECTIONS, DTYPES, SCALE
 from .grid import Grid, Tokens, fewest_bytes_2d, fewest_bytes_by_heads, grid_of, tokens_by_spans, tokens_of
 from .kernels.kernel import accumulated
@@ -136,8 +135,11 @@ def _in_grid(problem: Problem, heads: _Heads, merges: bool) -> Run:
     note, place = ", ".join(filter(None, parts)), (grid, group.world, group.rank)
     first = heads.queries[group.rank][0]
 
-    def exchanges(tokens: Tokens) -> tuple[Delivery, Return]:
-        return _exchanges(problem, tokens, heads, merges, note)
+    def exchanges(tokens: Tokens) -> tuple[Legs, Legs]:
+        """Return the exchange of q, k and v and that of results, which a group remembers."""
+        decided = problem.returns_lse, problem.float8
+        key = ("grid", tokens, *problem.shapes, *heads.queries, problem.dtype, merges, note, *decided)
+        return problem.group.remember(key, lambda: _exchanges(problem, tokens, heads, merges, note))
 
     fixed = None
     if not problem.uses_spans:
@@ -162,32 +164,15 @@ def _in_grid(problem: Problem, heads: _Heads, merges: bool) -> Run:
         if merges:
             of_rank = of_rank._replace(sinks=None)
         outs = _attended(problem, first, tokens, (q, k, v), of_rank)
-        outs = give_back(back, outs, request.sinks if merges else None)
+        outs = give_back(back, outs, request.sinks if merges else None, merges)
         return as_given(problem, outs[: 1 + request.returns_lse])
 
     return run
 
 
-def _exchanges(
-    problem: Problem, tokens: Tokens, heads: _Heads, merges: bool, note: str
-) -> tuple[Delivery, Return]:
-    """Return the exchange of q, k and v and that of results, which a group remembers."""
+def _exchanges(problem: Problem, tokens: Tokens, heads: _Heads, merges: bool, note: str) -> tuple[Legs, Legs]:
+    """Decide the exchange of q, k and v and that of results."""
     group, shapes = problem.group, problem.shapes
-    remembered = group.exchanges if isinstance(group, Group) else {}
-    key = (
-        "grid",
-        tokens,
-        *shapes,
-        *heads.queries,
-        problem.dtype,
-        merges,
-        note,
-        problem.returns_lse,
-        problem.float8,
-    )
-    found: tuple[Delivery, Return] | None = remembered.get(key)
-    if found is not None:
-        return found
     queries, keys = (
         route_of(shares, of_ranks, group.rank) for shares, of_ranks in zip(tokens, heads[:2], strict=True)
     )
@@ -207,23 +192,17 @@ def _exchanges(
     elif not problem.returns_lse:
         out, of_out = out[:1], of_out[:1]
     name = backward_of("attention")
-    found = (
-        Delivery(
-            Exchange("attention", group, forward, note=note),
-            Exchange(name, group, tuple(map(swapped, backward))),
-            (queries, keys, keys),
-            problem.float8,
+    of_tokens, narrows = (queries, keys, keys), problem.float8
+    return (
+        Legs(
+            Leg(Exchange("attention", group, forward, note=note), of_tokens, narrows[0]),
+            Leg(Exchange(name, group, tuple(map(swapped, backward))), of_tokens, narrows[1]),
         ),
-        Return(
-            Exchange("attention", group, tuple(map(swapped, out))),
-            Exchange(name, group, of_out),
-            queries,
-            merges,
-            problem.float8,
+        Legs(
+            Leg(Exchange("attention", group, tuple(map(swapped, out))), (queries,) * len(out), narrows[0]),
+            Leg(Exchange(name, group, of_out), (queries,) * len(of_out), narrows[1]),
         ),
     )
-    remembered[key] = found
-    return found
 
 
 def _attended(problem: Problem, first: int, tokens: Tokens, tensors: Tensors, request: Request) -> Outs:
