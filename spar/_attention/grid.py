@@ -15,7 +15,7 @@ from .._exchange.layouts import EVEN, SIZES, Layout, Piece, shards
 from ..ops.heads import heads_of_ranks
 from . import tiles
 from .spans import Spans
-from .travel import Needed, by_documents, by_lengths, by_spans, joined_parts
+from .travel import Needed, by_documents, by_lengths, by_spans, intervals, joined_parts
 
 
 class Grid(NamedTuple):
@@ -100,21 +100,17 @@ def _shares(world: int, rank: int, peers: Sequence[Sequence[int]], needed: Neede
             sizes[receiver * world + owner] = sum([run.size for _, run in needed(owner, receiver)])
     received = placed([run for owner in peers[rank] for _, run in needed(owner, rank)])
     items = sorted(received, key=lambda item: item[1])
-    order = [(at, run.size) for at, run in items]
+    order = intervals(items)
     places = placed([Piece(at, size, 0) for at, size in order])
     back = sorted([(run.start, at, run.size) for at, run in places])
     return Shares(
         tuple(peers[rank]),
-        tuple([joined_parts(needed(rank, peer)) for peer in peers[rank]]),
+        tuple([joined_parts(intervals(needed(rank, peer))) for peer in peers[rank]]),
         tuple(sizes),
-        _joined(order),
-        _joined([(at, size) for _, at, size in back]),
+        joined_parts(order),
+        joined_parts([(at, size) for _, at, size in back]),
         tuple([run for _, run in items]),
     )
-
-
-def _joined(parts: Sequence[Interval]) -> tuple[Interval, ...]:
-    return joined_parts([(at, Piece(0, size, 0)) for at, size in parts])
 
 
 class Tokens(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .._exchange.gather_plan import GatherPlan, Holders, placed
+from .._exchange.gather_plan import GatherPlan, Holders, Interval, placed
 from .._exchange.layouts import RUNS, Args, Layout, Piece, by_sizes, pair, rotated, shards
 from . import tiles
 from .spans import Spans
@@ -142,7 +142,7 @@ def gathered_by_spans(spans: Spans, queries: Layout, keys: Layout, world: int, r
 
 def _gathered(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed, with_own: bool) -> Gathered:
     ranks = range(len(of_ranks))
-    sent = [(at, run.size) for peer in ranks if peer != rank for at, run in needed(rank, peer)]
+    sent = [part for peer in ranks if peer != rank for part in intervals(needed(rank, peer))]
     sizes = [
         0 if owner == receiver else sum([run.size for _, run in needed(owner, receiver)])
         for receiver in ranks
@@ -152,8 +152,8 @@ def _gathered(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed, wi
     received = [run for owner in ranks if owner != rank for _, run in needed(owner, rank)]
     first = 0 if with_own else len(placed(of_ranks[rank]))
     items = sorted(placed([*of_ranks[rank], *received])[first:], key=lambda item: item[1])
-    order = [(at, run.size) for at, run in items]
-    return Gathered(GatherPlan(tuple(sent), tuple(sizes), tuple(order)), tuple([run for _, run in items]))
+    plan = GatherPlan(tuple(sent), tuple(sizes), tuple(intervals(items)))
+    return Gathered(plan, tuple([run for _, run in items]))
 
 
 # ---- round a ring ----
@@ -191,17 +191,22 @@ def _shifts(of_ranks: Sequence[Sequence[Piece]], rank: int, needed: Needed) -> S
         received = [sizes[(receiver - step) % world] for receiver in range(world)]
         shard = pair(by_sizes(2, sizes), rotated(2, sizes, step))
         gradient = pair(by_sizes(2, received), rotated(2, received, world - step))
-        shifts.append(Shift(joined_parts(sent[rank]), shard, gradient))
+        shifts.append(Shift(joined_parts(intervals(sent[rank])), shard, gradient))
         held.append([run for _, run in sent[(rank - step) % world]])
     return Shifts(tuple(held), tuple(shifts))
 
 
-def joined_parts(runs: Sequence[Placed]) -> tuple[tuple[int, int], ...]:
-    """Return where runs lie among their owner's tokens, (first, number), those that adjoin joined."""
-    parts: list[tuple[int, int]] = []
-    for at, run in runs:
-        if parts and parts[-1][0] + parts[-1][1] == at:
-            parts[-1] = parts[-1][0], parts[-1][1] + run.size
+def intervals(runs: Sequence[Placed]) -> list[Interval]:
+    """Return where runs lie among their owner's tokens."""
+    return [(at, run.size) for at, run in runs]
+
+
+def joined_parts(parts: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Join parts that adjoin."""
+    joined: list[Interval] = []
+    for at, size in parts:
+        if joined and sum(joined[-1]) == at:
+            joined[-1] = joined[-1][0], joined[-1][1] + size
         else:
-            parts.append((at, run.size))
-    return tuple(parts)
+            joined.append((at, size))
+    return tuple(joined)

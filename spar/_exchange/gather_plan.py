@@ -156,29 +156,25 @@ def _ends(held: Sequence[Sequence[Piece]]) -> dict[int, tuple[int, int]]:
 
 
 class Fragment(NamedTuple):
-    """A part of one document in one of a rank's runs.
+    """A run of one document's tokens on one rank.
 
     Attributes:
-        run, at: the number of the run, and the fragment's place in the shard.
-        start, size: in the whole.
-        low: where its document begins in the whole.
+        document: a number that its document has alone.
+        start: its place in the sequence.
+        begin, size: its place among its rank's tokens, and its tokens.
     """
 
-    run: int
-    at: int
+    document: int
     start: int
+    begin: int
     size: int
-    low: int
 
 
 def fragments(layout: Layout, lengths: Sequence[int], world: int, rank: int) -> list[Fragment]:
     """Return the fragments of a rank's runs; lengths: of the documents, one behind the other."""
     found: list[Fragment] = []
     ends = list(itertools.accumulate(lengths))
-    at = number = 0
-    for run in pieces(layout, world, rank):
-        if run.size == 0:
-            continue
+    for at, run in placed(pieces(layout, world, rank)):
         end = run.start + run.size
         for i in range(bisect.bisect_right(ends, run.start), len(ends)):
             low = ends[i] - lengths[i]
@@ -186,8 +182,7 @@ def fragments(layout: Layout, lengths: Sequence[int], world: int, rank: int) -> 
                 break
             first, last = max(low, run.start), min(ends[i], end)
             if first < last:
-                found.append(Fragment(number, at + first - run.start, first, last - first, low))
-        at, number = at + run.size, number + 1
+                found.append(Fragment(i, first, at + first - run.start, last - first))
     return found
 
 

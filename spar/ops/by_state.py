@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .._exchange.arguments import Arguments, not_empty
 from .._exchange.autocast import no_autocast
+from .._exchange.gather_plan import Fragment
 from ..sequence_layout import SequenceLayout, checked_numbers
-from .fragments import Fragment, fragments_of
+from .fragments import fragments_of
 from .gather import transpose_for
 from .tree_fragments import fragments_of_tree
 from .tree_row import TreeRow, agree, check_tree

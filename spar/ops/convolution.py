@@ -8,6 +8,7 @@ ranks. With a halo, all tokens would be copied to a longer tensor, and so would 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,10 +53,14 @@ def _windows(
 ) -> Windows:
     """Return the windows of a rank."""
     of_ranks = [fragments(layout, lengths, world, peer) for peer in range(world)]
+    lows = list(itertools.accumulate(lengths, initial=0))
     # The exchange is that of a halo, which ranks in a graph make.
-    wanted = [[part for x in listed for part in _window(x, x.start, x.low, before)] for listed in of_ranks]
+    wanted = [
+        [part for x in listed for part in _window(x, x.start, lows[x.document], before)]
+        for listed in of_ranks
+    ]
     plan, own = plan_pieces(shards(layout, world), wanted, rank), of_ranks[rank]
-    in_shard = [part for x in own for part in _window(x, x.at, 0, before)]
+    in_shard = [part for x in own for part in _window(x, x.begin, 0, before)]
     plan = plan._replace(order=(*plan.order, *in_shard))
     plan, places = _of_used(plan, sum([x.size for x in own]))
     first: list[int] = []
@@ -63,7 +68,7 @@ def _windows(
     at = 0
     for x in own:
         count = min(before, x.size)
-        first += range(x.at, x.at + count)
+        first += range(x.begin, x.begin + count)
         right += range(at + before, at + before + count)
         at += before + count
     wrong = [at + place for place in right]

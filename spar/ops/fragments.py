@@ -9,23 +9,9 @@ from typing import NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
+from .._exchange.gather_plan import Fragment, placed
 from .._exchange.layouts import Layout, Piece, shards
 from ..sequence_layout import SequenceLayout, numbers_of
-
-
-class Fragment(NamedTuple):
-    """A run of one document's tokens on one rank.
-
-    Attributes:
-        document: a number that its document has alone.
-        start: its place in the sequence.
-        begin, size: its place among its rank's tokens, and its tokens.
-    """
-
-    document: int
-    start: int
-    begin: int
-    size: int
 
 
 class Succession(NamedTuple):
@@ -61,16 +47,12 @@ _remembered = functools.lru_cache(maxsize=16)(_found)
 def _of_rank(held: Sequence[Piece], packed: bool) -> list[Fragment]:
     """Return the fragments of the runs that a rank holds; neighbours are joined."""
     found: list[Fragment] = []
-    begin = 0
-    for start, size, sequence in held:
-        if size == 0:
-            continue
+    for begin, (start, size, sequence) in placed(held):
         document, last = sequence if packed else 0, found[-1] if found else None
         if last is not None and last.document == document and last.start + last.size == start:
             found[-1] = last._replace(size=last.size + size)
         else:
             found.append(Fragment(document, start, begin, size))
-        begin += size
     return found
 
 

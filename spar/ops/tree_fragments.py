@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import bisect
 
-from .._exchange.gather_plan import ZEROS, GatherPlan, Interval, plan_pieces
+from .._exchange.gather_plan import ZEROS, Fragment, GatherPlan, Interval, fragments, plan_pieces
 from .._exchange.layouts import shards
 from ..sequence_layout import numbers_of
-from .fragments import Fragment, Succession, succession
+from .fragments import Succession, succession
 from .tree_row import TreeRow
 
 
@@ -26,21 +26,8 @@ def _fragments(tree: TreeRow, world: int, rank: int) -> tuple[list[Fragment], Su
 
 
 def _of_ranks(tree: TreeRow, world: int) -> list[list[Fragment]]:
-    starts = [segment.first for segment in tree.segments]
-    of_ranks = []
-    for held in shards(numbers_of(tree.layout, 0), world):
-        found: list[Fragment] = []
-        begin = 0
-        for start, size, _ in held:
-            end = start + size
-            while start < end:
-                number = bisect.bisect_right(starts, start) - 1
-                segment = tree.segments[number]
-                count = min(end, segment.first + segment.size) - start
-                found.append(Fragment(number, start, begin, count))
-                begin, start = begin + count, start + count
-        of_ranks.append(found)
-    return of_ranks
+    numbers, sizes = numbers_of(tree.layout, 0), [segment.size for segment in tree.segments]
+    return [fragments(numbers, sizes, world, rank) for rank in range(world)]
 
 
 def plan_ancestors(tree: TreeRow, before: int, world: int, rank: int) -> GatherPlan:
