@@ -7,7 +7,6 @@ so on, of the parameters. On a GPU they are compared at the forward's end, by wh
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -19,19 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C
 from .._exchange.arguments import ranks_of
-from .._exchange.observers import _dispatch_modes, _functorch_transforms
-from .._group.group import Group, is_faking
 from .._group.registry import place_of
-from .._transports.cuda import is_capturing, to_host
+from .._transports.cuda import to_host
 from .._transports.dtypes import PLAIN_TYPES
 from ..ops.gather import all_gather
 from .hashes import compared, names_of, numbers, prefixes
 from .part import part_of
+from .places import comparing, forward_on, may_compare
 
 # A share of a tensor's norm, because another GPU may round embeddings differently.
 _TOLERANCE = 1e-2
@@ -91,13 +87,10 @@ class Agreement:
         """
         self._pending = None
         ranks = ranks_of(self.group, "")
-        if not isinstance(ranks, Group) or not ranks.compares or device.type == "meta":
-            return
-        if is_faking() or _functorch_transforms() or is_capturing(device):
+        if not may_compare(ranks, device):
             return
         self._forwards += 1
-        modes = _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()
-        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), modes:
+        with comparing():
             self._pending = self._exchanged(inputs, device, ranks.synchronous)
             if self._pending.ready is None or ranks.synchronous:
                 self._compare_pending()
@@ -165,7 +158,7 @@ class Agreement:
         if any(row[0] != rows[0][0] for row in rows):
             raise self._error(self._other_structure(key), _ADVICE)
         if _C.words_differ([row[1] for row in rows]):
-            raise RuntimeError(f"{self._where}: {OTHER_CODE}")
+            raise RuntimeError(f"{forward_on(place_of(self.group))}: {OTHER_CODE}")
         tensors = [(name, x, kind) for name, x, kind in _triples(key) if type(x) is tuple]
         host = [(name, kind) for name, x, kind in tensors if x[-1] == "cpu"]
         rest = [(name, kind) for name, x, kind in tensors if x[-1] != "cpu"]
@@ -212,13 +205,8 @@ class Agreement:
         rows: list[list[int]] = all_gather(row[None].to(device_of(self.model)), self.group).tolist()
         return rows
 
-    @property
-    def _where(self) -> str:
-        place = place_of(self.group)
-        return f"a sharded model's forward on rank {place.rank} of {place.world}"
-
     def _error(self, problem: str, advice: str) -> ValueError:
-        return ValueError(f"{self._where}: {problem}; {advice}")
+        return ValueError(f"{forward_on(place_of(self.group))}: {problem}; {advice}")
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -13,6 +13,7 @@ from torch import nn
 from .._attention.spans import Spans
 from ..sequence_layout import SequenceLayout
 from .part import Parts, placement
+from .places import forward_on
 from .view import View
 
 LayoutOf = Callable[[dict[str, Any]], SequenceLayout]
@@ -48,14 +49,14 @@ class BatchParts:
         if mask is not None and mask.layout is not None:
             if batch.get("labels") is not None:
                 raise ValueError(
-                    f"{self._where}: labels are given with the mask of a prefix tree, of whose places the "
-                    "model's loss would be the mean; expected no labels: pass the logits and "
+                    f"{forward_on(own)}: labels are given with the mask of a prefix tree, of whose places "
+                    "the model's loss would be the mean; expected no labels: pass the logits and "
                     "tree.shard_labels() to spar.token_logprobs"
                 )
             if mask.keys < own.world:
                 raise ValueError(
-                    f"{self._where}: the prefix tree has {mask.keys} tokens; expected at least {own.world}, "
-                    "one for each rank: merge more samples into a row"
+                    f"{forward_on(own)}: the prefix tree has {mask.keys} tokens; expected at least "
+                    f"{own.world}, one for each rank: merge more samples into a row"
                 )
             self._check("the mask's layout is", mask.layout)
             layout, key = mask.layout, (self, own.method)
@@ -85,7 +86,7 @@ class BatchParts:
         is_known = isinstance(layout, SequenceLayout) and layout.kind != "hybrid" and own.state is None
         if not is_known or layout.group is not own.group:
             raise ValueError(
-                f"{self._where}: {told} {layout!r:.200}; expected a SequenceLayout of the model's group, "
+                f"{forward_on(own)}: {told} {layout!r:.200}; expected a SequenceLayout of the model's group, "
                 'none of ring x ulysses, and a method other than "hybrid"'
             )
 
@@ -94,10 +95,6 @@ class BatchParts:
         own, placed = self.usual, placement(layout)
         self._masks += mask is not None
         return Parts(own.group, own.world, own.rank, own.method, None, placed, mask)
-
-    @property
-    def _where(self) -> str:
-        return f"a sharded model's forward on rank {self.usual.rank} of {self.usual.world}"
 
 
 def check_read(view: View, model: nn.Module, batch: dict[str, Any]) -> None:
@@ -108,7 +105,7 @@ def check_read(view: View, model: nn.Module, batch: dict[str, Any]) -> None:
     read, parts, kind = view.spans_read, view.parts, type(model).__name__
     if not read.masks + read.along or read.along < read.layers:
         raise ValueError(
-            f"a sharded model's forward on rank {parts.rank} of {parts.world}: {spans[0]} is Spans, "
+            f"{forward_on(parts)}: {spans[0]} is Spans, "
             f"which {'some' if read.masks else 'all'} layers of the {kind} ignore; expected none for it"
         )
     if not read.masks or parts.mask is None:

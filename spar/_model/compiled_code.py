@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import types
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from .graph_inputs import GraphInputs
 from .hollow import is_hollow, local_of
 from .hollow_arguments import HollowArguments, KeptElsewhere
 from .leaves import Refused
+from .memory import memory_of
 from .nested import changed
 from .part import mark
 from .tracing import Traced, compiling
@@ -215,11 +217,8 @@ def of_its_own(function: types.FunctionType | Any) -> Any:
 
 
 def _check_overlap(local: list[Any], written: list[int]) -> None:
-    memories: dict[int, int] = {}
-    for x in local:
-        memory = x.untyped_storage()._cdata
-        memories[memory] = memories.get(memory, 0) + 1
-    if any(memories[local[i].untyped_storage()._cdata] > 1 for i in written):
+    memories = Counter(map(memory_of, local))
+    if any(memories[memory_of(local[i])] > 1 for i in written):
         raise Refused("it changes one of two arguments that share memory")
 
 

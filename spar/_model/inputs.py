@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops.gather import all_gather
 from .nested import changed
 from .part import Part, Parts, mark, part_of, whole_shape
+from .places import forward_on
 
 _DIM = 1  # [B, S_local, ...]
 
@@ -42,7 +43,7 @@ class GivenParts:
         if len(sizes) < len(given) or len(set(sizes.values())) != 1:
             told = ", ".join(f"{name}: {_told(x)}" for name, x in sorted(given.items())) or "none of them"
             raise ValueError(
-                f"{_where(parts)}: the arguments of inputs= are {told}; expected tensors "
+                f"{forward_on(parts)}: the arguments of inputs= are {told}; expected tensors "
                 "[B, S_local, ...] of one S_local"
             )
         part = _part(parts, next(iter(sizes.values())))
@@ -92,14 +93,10 @@ def _part(parts: Parts, size: int) -> Part:
         sizes[parts.rank] = size
     if tuple(sizes) != expected:
         raise ValueError(
-            f"{_where(parts)}: the ranks have {sizes} tokens; expected {[*expected]}, as the layout shards "
-            f"{total} tokens"
+            f"{forward_on(parts)}: the ranks have {sizes} tokens; expected {[*expected]}, as the layout "
+            f"shards {total} tokens"
         )
     return parts.part(_DIM, (total,))
-
-
-def _where(parts: Parts) -> str:
-    return f"a sharded model's forward on rank {parts.rank} of {parts.world}"
 
 
 def _told(x: Any) -> str:

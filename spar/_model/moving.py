@@ -108,6 +108,11 @@ def shard_in_place(x: Tensor, part: Part) -> Tensor:
     return whole
 
 
+def as_part(x: Tensor, part: Part) -> Tensor:
+    """Return a tensor, whole or another part, as this part."""
+    return part.parts.shard(x, part) if part_of(x) is None else moved(x, part)
+
+
 def moved_arguments(parts: Parts, moves: dict[int, Part | None], args: Any, kwargs: Any) -> Any:
     """Return a call's arguments with some tensors as other parts, or whole, by their places."""
     count = -1
@@ -120,7 +125,7 @@ def moved_arguments(parts: Parts, moves: dict[int, Part | None], args: Any, kwar
         part = moves[count]
         if part is None:
             return parts.gather(x)
-        return parts.shard(x, part) if part_of(x) is None else moved(x, part)
+        return as_part(x, part)
 
     return changed(move, (args, kwargs))
 

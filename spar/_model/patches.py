@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
-from torch.overrides import TorchFunctionMode
 
 from .._C import handle_torch_function
 from .._exchange.arguments import ranks_of
@@ -34,7 +33,7 @@ from .groups import check_results
 from .nested import changed, tensors_in
 from .part import Part, Parts, has_part, mark, part_of
 from .planning import AS_WHOLE
-from .stand_ins import computing, in_views, replaced, standing_for
+from .stand_ins import NoParts, computing, in_views, replaced, standing_for
 from .view import View, current_view, without_view
 from .waiting import computed
 
@@ -163,7 +162,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _by_row(view, call, part, args, rows)
 
     def guarded(*wholes: Any, **named: Any) -> Any:
-        with _Whole(view, cls.__name__):
+        problem = "has a sharded tensor otherwise than by an argument"
+        with NoParts(view, cls.__name__, problem, "pass it to apply as a tensor"):
             return call(*wholes, **named)
 
     return view.outside(cls.__name__, guarded, args, kwargs)
@@ -180,23 +180,6 @@ def _by_row(
         for i in of_rows:
             local[i] = args[i] if part_of(args[i]) is part else view.parts.shard(args[i], part)
         return changed(lambda x: mark(x, part), call(*local))
-
-
-class _Whole(TorchFunctionMode):
-    """Raises where a Function that runs on whole tensors reads a part, which no argument can be."""
-
-    def __init__(self, view: View, name: str) -> None:
-        super().__init__()
-        self.view, self.name = view, name
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_part(args, kwargs):
-            raise self.view.error(
-                self.name,
-                "has a sharded tensor otherwise than by an argument",
-                "pass it to apply as a tensor",
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:

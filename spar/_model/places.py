@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._control.mismatch import NUMPY, RANDOM, TORCH
+from .._control.state import Place
 from .._exchange.arguments import ranks_of
 from .._exchange.observers import _dispatch_modes, _functorch_transforms
 from .._group.group import Group, is_faking
@@ -44,6 +46,11 @@ _READING = frozenset(
         "__contains__",
     ]
 )
+
+
+def forward_on(place: Place | Parts) -> str:
+    """Return how messages call a forward on a rank."""
+    return f"a sharded model's forward on rank {place.rank} of {place.world}"
 
 
 def code_of(func: Any) -> int:
@@ -76,17 +83,30 @@ def compared_groups(parts: Parts) -> list[Group]:
     return [group for group in found if isinstance(group, Group)]
 
 
+def may_compare(group: Group | Place, device: torch.device) -> TypeGuard[Group]:
+    """Whether ranks can compare something now, by an exchange that no trace sees."""
+    if not isinstance(group, Group) or not group.compares or device.type == "meta":
+        return False
+    return not (is_faking() or _functorch_transforms() or is_capturing(device))
+
+
+@contextlib.contextmanager
+def comparing() -> Iterator[None]:
+    """Make an exchange that neither autograd nor another mode sees."""
+    modes = _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), modes:
+        yield
+
+
 def compared_in(parts: Parts, gather: Callable[[], Any]) -> Any:
     """Return gather(); if it exchanges nothing, make an exchange, in which the ranks compare their words."""
     group = ranks_of(parts.group, "")
-    if not isinstance(group, Group):
+    if not may_compare(group, parts.device):
         return gather()
     before = group.count()
     value = gather()
-    is_traced = is_faking() or _functorch_transforms() or is_capturing(parts.device)
-    if group.count() == before and group.compares and not is_traced and parts.device.type != "meta":
-        modes = _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()
-        with torch.no_grad(), modes:
+    if group.count() == before:
+        with comparing():
             all_gather(torch.zeros(1, dtype=torch.uint8, device=parts.device), parts.group)
     return value
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from .functions import name_of
+from .part import has_part
 from .view import View, current_view, without_view
 
 _ABSENT = object()
@@ -29,6 +32,19 @@ def standing_for(own: Any, function: Callable[..., Any]) -> Any:
 def in_views(function: Callable[..., Any]) -> Callable[[Any], Any]:
     """Make a function what returns, of another's own, one that calls this: see `standing_for`."""
     return functools.lru_cache(maxsize=256)(lambda own: standing_for(own, function))
+
+
+class NoParts(TorchFunctionMode):
+    """Raises where a function reads a part; name: of who does it then, None: of the function."""
+
+    def __init__(self, view: View, name: str | None, problem: str, advice: str) -> None:
+        super().__init__()
+        self.view, self.name, self.error = view, name, (problem, advice)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_part(args, kwargs):
+            raise self.view.error(self.name or name_of(func), *self.error)
+        return func(*args, **(kwargs or {}))
 
 
 def computing(

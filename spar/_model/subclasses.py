@@ -25,6 +25,7 @@ from .dtensors import arrived, divides, is_distributed, is_waiting
 from .groups import check_same_tokens, is_apart, ranks_of
 from .nested import changed, tensors_in
 from .part import Part, mark, part_of
+from .places import forward_on
 from .spans_mask import SpansMask
 
 _ORDINARY = (Tensor, Parameter)
@@ -118,9 +119,8 @@ def check_inputs(view: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for x in inputs:
         if is_distributed(x) and not is_apart(view.parts.group, ranks_of(x.device_mesh)):
             raise ValueError(
-                f"a sharded model's forward on rank {view.parts.rank} of {view.parts.world}: an input is a "
-                f"DTensor {list(x.shape)} over ranks that share the sequence; pass its full_tensor(), or its "
-                "to_local() with inputs= in parallelize"
+                f"{forward_on(view.parts)}: an input is a DTensor {list(x.shape)} over ranks that "
+                "share the sequence; pass its full_tensor(), or its to_local() with inputs= in parallelize"
             )
 
 

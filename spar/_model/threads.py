@@ -9,35 +9,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
-from .functions import name_of
-from .part import has_part
-from .view import View, current_view, without_view
-
-
-class _Beside(TorchFunctionMode):
-    """Refuses parts in a thread beside that of a view."""
-
-    def __init__(self, view: View) -> None:
-        super().__init__()
-        self.view = view
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_part(args, kwargs):
-            problem = "gets a sharded tensor in a thread that the model started"
-            raise self.view.error(name_of(func), problem, "call it in the thread that runs the model")
-        return func(*args, **(kwargs or {}))
+from .stand_ins import NoParts
+from .view import current_view, without_view
 
 
 def _beside(function: Callable[..., Any]) -> Callable[..., Any]:
-    view = current_view()
+    view, problem = current_view(), "gets a sharded tensor in a thread that the model started"
     if view is None:
         return function
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Beside(view):
+        with NoParts(view, None, problem, "call it in the thread that runs the model"):
             return function(*args, **kwargs)
 
     return run

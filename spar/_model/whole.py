@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .aliases import Aliases
 from .gradients import WholeGradients
-from .memory import version_of
-from .moving import moved
+from .memory import memory_of, version_of
+from .moving import as_part
 from .nested import changed, tensors_in
 from .part import Parts, part_of, whole_shape
 from .report import place_of_caller
@@ -45,7 +45,7 @@ class _Argument:
         """Return this rank's part of what the function got, as it left it."""
         part = part_of(self.own)
         assert part is not None
-        return part.parts.shard(self.given, part) if part_of(self.given) is None else moved(self.given, part)
+        return as_part(self.given, part)
 
 
 def run_whole(
@@ -128,12 +128,12 @@ def _check(parts: Parts, name: str, written: Sequence[_Argument], arguments: Ite
 
 def _keep_uncounted(arguments: Sequence[_Argument]) -> None:
     """Let parts have what their copies hold: kernels, and code that writes to `x.data`, count nothing."""
-    memories = Counter(_memory(a.own) for a in arguments)
+    memories = Counter(memory_of(a.own) for a in arguments)
     kept = []
     for argument in arguments:
         own, now = argument.own.data, argument.part_now().detach()
         if 0 not in own.stride() or own.numel() < 2:  # what is expanded cannot be written
-            kept.append((own, now, now != own if memories[_memory(own)] > 1 else None))
+            kept.append((own, now, now != own if memories[memory_of(own)] > 1 else None))
     for own, now, mask in kept:
         own.copy_(now if mask is None else torch.where(mask, now, own))
 
@@ -141,21 +141,16 @@ def _keep_uncounted(arguments: Sequence[_Argument]) -> None:
 def _own_results(aliases: Aliases, out: Any, arguments: Sequence[_Argument]) -> Any:
     """Return results with the caller's own tensors for what the function got for them."""
     own = {id(a.given): a.own for a in arguments}
-    memories = {_memory(a.given): a.own for a in arguments}
+    memories = {memory_of(a.given): a.own for a in arguments}
     for x in tensors_in(out):
-        if id(x) not in own and torch._C._has_storage(x) and _memory(x) in memories:
-            aliases.add_copies([x], memories[_memory(x)])
+        if id(x) not in own and torch._C._has_storage(x) and memory_of(x) in memories:
+            aliases.add_copies([x], memories[memory_of(x)])
     return changed(lambda x: own.get(id(x), x), out)
-
-
-def _memory(x: Tensor) -> int:
-    storage: int = x.untyped_storage()._cdata
-    return storage
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have items in common."""
-    if not (torch._C._has_storage(a) and torch._C._has_storage(b)) or _memory(a) != _memory(b):
+    if not (torch._C._has_storage(a) and torch._C._has_storage(b)) or memory_of(a) != memory_of(b):
         return False
     return bool(torch.isin(_places(a), _places(b)).any())
 

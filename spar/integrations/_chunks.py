@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .._model.bodies import redirected
 from .._model.functions import name_of
 from .._model.generators import draws_since, states
-from .._model.moving import moved
+from .._model.moving import as_part
 from .._model.nested import changed, tensors_in
 from .._model.part import Part, mark, part_of, whole_shape
 from .._model.report import multiply_adds
@@ -74,7 +74,7 @@ def _own(x: Tensor, part: Part) -> Tensor:
     """Return this rank's rows of an input as a plain tensor; all of one that broadcasts."""
     if whole_shape(x)[part.dim] == 1:
         return part.parts.gather(x)
-    own = part.parts.shard(x, part) if part_of(x) is None else moved(x, part)
+    own = as_part(x, part)
     return mark(own.view_as(own), None)  # another tensor, as the caller's remains a part
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._exchange.arguments import Arguments
 from ..._exchange.gather_plan import ZEROS, plan_pieces, within
 from ..._exchange.gathering import gather_pieces
-from ..memory import in_order_of
+from ..memory import in_order_of, memory_of
 from ..moving import runs_of
 from ..part import Part
 
@@ -157,7 +157,7 @@ def _taking(part: Part, wanted: list[list[tuple[int, int]]], note: str) -> Take:
 
 def separate(out: Tensor, x: Tensor) -> Tensor:
     """Return a result that shares no memory with x: what gathers rows may return a view."""
-    return out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out
+    return out.clone() if memory_of(out) == memory_of(x) else out
 
 
 def format_of(x: Tensor) -> torch.memory_format:
