@@ -35,9 +35,13 @@ def moved(x: Tensor, part: Part, start: int = 0) -> Tensor:
     plan = _plan(own, part, start)
     if plan is None:
         return mark(x.clone(memory_format=torch.preserve_format), part)
+    return mark(gathered(x, part, plan, f"part at {start}"), part)
+
+
+def gathered(x: Tensor, part: Part, plan: GatherPlan, note: str, fill: float = 0.0) -> Tensor:
+    """Return the pieces of a plan along a part's dim, laid out as x. note, fill: as of `gather_pieces`."""
     with Arguments("a sharded model", x, part.parts.group) as call:
-        out = gather_pieces(call, plan, [x], own.dim, f"part at {start}")[0]
-    return mark(in_order_of(out, x), part)
+        return in_order_of(gather_pieces(call, plan, [x], part.dim, note, fill)[0], x)
 
 
 def in_other_dim(x: Tensor, part: Part) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...sequence_layout import SequenceLayout
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
-from ..memory import in_order_of
 from ..part import Part
 from ..report import multiply_adds
 from .products import shared
@@ -49,14 +48,27 @@ def convolution(call: FunctionCall, part: Part) -> Plan | None:
         return None
     found, own = _halo(part, window), part
     in_run = one_run(part) if found is None and window.stride == 1 else None
-    if in_run is not None:
-        found, own = _halo(in_run, window), in_run
-    if found is None:
-        return _windows(call, part, axis, window, amount)
-    result, before, after = found
-    rows = _edged(own, window) or _in_halo(own, window, before, after, result.padding[1])
+    if in_run is not None and (found := _halo(in_run, window)) is not None:
+        own = in_run
+    span, stride, padding = window
+    count = (part.whole + 2 * padding - span) // stride + 1
+
+    def reach(start: int, stop: int) -> tuple[int, int]:
+        return start * stride - padding, (stop - 1) * stride - padding + span
+
+    windows = windowed(own, count, reach, found and found[0])
+    if windows is None:
+        return None
+    result, take = windows
+
+    def in_windows(convolved: Callable[..., Tensor], x: Tensor) -> Tensor:
+        around = None if found is None else _around(x, *found[1:])
+        return on_rows(convolved, take(x) if around is None else around, own.dim, span)
+
+    rows = (found and _edged(own, window)) or in_windows
     run = _convolved(call.function, axis, rows)
-    return Plan(result, moves_to(call, [(x, own)]), run=run, work=shared(amount, own))
+    work = shared(amount, result if found is None else own)
+    return Plan(result, moves_to(call, [(x, own)]), run=run, work=work)
 
 
 def _axis(call: FunctionCall, part: Part) -> int | None:
@@ -82,18 +94,6 @@ def _sides(weight: Tensor, padding: Any, dilation: Any) -> list[Any] | None:
         return each(0 if padding == "valid" else padding, dims)
     totals = [by * (size - 1) for by, size in zip(each(dilation, dims), weight.shape[2:], strict=True)]
     return None if any(total % 2 for total in totals) else [total // 2 for total in totals]
-
-
-def _windows(call: FunctionCall, part: Part, axis: int, window: _Window, amount: int) -> Plan | None:
-    """Convolve, for an even part of the result, the rows that it is made of."""
-    span, stride, padding = window
-    count = (part.whole + 2 * padding - span) // stride + 1
-    found = windowed(part, count, lambda a, b: (a * stride - padding, (b - 1) * stride - padding + span))
-    if found is None:
-        return None
-    result, take = found
-    run = _convolved(call.function, axis, lambda convolved, x: on_rows(convolved, take(x), part.dim, span))
-    return Plan(result, run=run, work=shared(amount, result))
 
 
 def _halo(part: Part, window: _Window) -> tuple[Part, int, int] | None:
@@ -134,27 +134,6 @@ def _convolved(function: Callable[..., Tensor], axis: int, rows: Strategy) -> Ca
             return function(x, weight, bias, stride, sides, dilation, groups)
 
         return rows(convolved, input)
-
-    return run
-
-
-def _in_halo(part: Part, window: _Window, before: int, after: int, more: int) -> Strategy:
-    """Convolve a rank's rows with their halo; more: rows of the result behind those of the last rank's."""
-    layout, dim, rank = part.rows, part.dim, part.parts.rank
-    assert layout is not None
-    start = 0 if rank else part.padding[0]
-    rows = part.held * part.inner + before + after if part.held else 0
-
-    def run(convolved: Callable[..., Tensor], input: Tensor) -> Tensor:
-        x = _around(input, before, after)
-        if x is None:
-            x = input
-            if before or after > 0:
-                x = in_order_of(layout.halo(input, before, dim, max(after, 0)), input)
-            x = x.narrow(dim, start, rows)
-        if more and rank == part.last:
-            x = torch.cat([x, x.new_zeros([*x.shape[:dim], more, *x.shape[dim + 1 :]])], dim)
-        return on_rows(convolved, x, dim, window.span)
 
     return run
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._exchange.arguments import Arguments
 from ..._exchange.gather_plan import ZEROS, plan_pieces, within
-from ..._exchange.gathering import gather_pieces
 from ..memory import in_order_of, memory_of
-from ..moving import runs_of
+from ..moving import gathered, runs_of
 from ..part import Part
 
 Reach = Callable[[int, int], tuple[int, int]]
@@ -64,16 +62,18 @@ def one_run(part: Part, unit: int = 1) -> Part | None:
     return part.parts.part(part.dim, (count,), 1, unit)
 
 
-def windowed(part: Part, count: int, reach: Reach) -> tuple[Part, Take] | None:
+def windowed(part: Part, count: int, reach: Reach, result: Part | None = None) -> tuple[Part, Take] | None:
     """Return the part of a result of `count` rows, and what gathers the rows that this rank's are made of.
 
     reach: returns which rows of the whole, from the first to before the last, a run of the result is made of.
         Those beyond its ends have the value `fill`, by which the second result is called. A rank without rows
         of the result gathers none.
+    result: where its rows are to lie, in one run on each rank; by default evenly.
     """
-    if count < 2 or not part.tokens or not part.parts.is_in_order:
-        return None
-    result = part.parts.part(part.dim, (count,))
+    if result is None:
+        if count < 2 or not part.tokens or not part.parts.is_in_order:
+            return None
+        result = part.parts.part(part.dim, (count,))
     wanted: list[list[tuple[int, int]]] = []
     start = 0
     for size in result.sizes:
@@ -98,12 +98,12 @@ def listed(part: Part, runs: Sequence[range], result: Part | None = None) -> tup
         places = [(0, count)] if result is None else [(at.start, at.size) for at in runs_of(result, rank)]
         found.append([run for start, size in places for run in _sliced(runs, start, size)])
     wanted = [[piece for run in of_rank for piece in within(*_span(run), 0, part.whole)] for of_rank in found]
-    gathered = _taking(part, wanted, f"{count} listed rows")
+    found_rows = _taking(part, wanted, f"{count} listed rows")
     own = found[parts.rank]
     spans = [_span(run)[1] for run in own]
 
     def take(x: Tensor, fill: float = 0.0) -> Tensor:
-        y = gathered(x, fill)
+        y = found_rows(x, fill)
         if all(run.step == 1 for run in own):
             return y
         # Nothing is saved for backward, as a checkpoint would compute more again on ranks that save more.
@@ -149,8 +149,7 @@ def _taking(part: Part, wanted: list[list[tuple[int, int]]], note: str) -> Take:
     def take(x: Tensor, fill: float = 0.0) -> Tensor:
         if is_there:  # a view on each rank
             return x.narrow(dim, *(plan.order or ((0, 0),))[0])
-        with Arguments("a sharded model", x, parts.group) as call:
-            return in_order_of(gather_pieces(call, plan, [x], dim, note, fill)[0], x)
+        return gathered(x, part, plan, note, fill)
 
     return take
 
