@@ -117,11 +117,7 @@ def narrow(call: FunctionCall, part: Part) -> Plan | None:
     if not are_ints((start, length)) or not -part.whole <= start <= part.whole - length or length < 0:
         return None
     start += part.whole * (start < 0)
-    taken = _taken(call.input, part, range(start, start + length))
-    if taken is None:
-        return None
-    piece, take = taken
-    return Plan(piece, run=lambda x, *_, **__: take(x))
+    return _taken_and_indexed(call.input, part, (slice(None),) * dim + (slice(start, start + length),))
 
 
 @part_rule("select", uneven=True)
@@ -129,11 +125,7 @@ def select(call: FunctionCall, part: Part) -> Plan | None:
     (dim,) = call.dims(call.input, call.get(1, "dim"))
     if dim != part.dim:
         return Plan(part.at(part.dim - (dim < part.dim)))
-    row = _row(part, call.get(2, "index"))
-    if row is None or is_distributed(call.input):
-        return None
-    _, take = listed(part, [row])
-    return Plan(run=lambda x, *_, **__: take(x).select(dim, 0))
+    return _taken_and_indexed(call.input, part, (slice(None),) * dim + (call.get(2, "index"),))
 
 
 def _row(part: Part, index: Any) -> range | None:
@@ -219,13 +211,13 @@ def getitem(call: FunctionCall) -> Plan | None:
         return None if call.has_uneven else rows(call, *by_rows)
     if part is None:
         return None
-    found = indexed(x, part, call.args[1])
-    return _taken_and_indexed(call, part) if found is None else Plan(found[1], replaced=((1, found[0]),))
+    index = call.args[1]
+    found = indexed(x, part, index)
+    return _taken_and_indexed(x, part, index) if found is None else Plan(found[1], replaced=((1, found[0]),))
 
 
-def _taken_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
+def _taken_and_indexed(x: Tensor, part: Part, index: Any) -> Plan | None:
     """Index the rows that a slice or a number takes of a sequence."""
-    index, x = call.args[1], call.input
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(map(_is_basic, entries)):
         return None
@@ -234,18 +226,20 @@ def _taken_and_indexed(call: FunctionCall, part: Part) -> Plan | None:
     entries[at : at + 1] = [slice(None)] * (x.dim() - used)
     at = [i for i, entry in enumerate(entries) if entry is not None][part.dim]
     entry = entries[at]
-    rows = range(part.whole)[entry] if isinstance(entry, slice) else _row(part, entry)
-    if rows is None or rows.step < 1:
-        return None  # torch's own error
-    taken = _taken(x, part, rows)
+    if isinstance(entry, slice):
+        rows = range(part.whole)[entry]
+        taken = _taken(x, part, rows) if rows.step > 0 else None
+    else:
+        row = _row(part, entry)
+        taken = None if row is None or is_distributed(x) else listed(part, [row])
     if taken is None:
-        return None
+        return None  # torch's own error
     piece, take = taken
     entries[at] = slice(None) if isinstance(entry, slice) else 0
     if piece is None:
-        return Plan(run=lambda x, _: take(x)[tuple(entries)])
+        return Plan(run=lambda x, *_, **__: take(x)[tuple(entries)])
     found = indexed(x, piece, tuple(entries))
-    return None if found is None else Plan(found[1], run=lambda x, _: take(x)[found[0]])
+    return None if found is None else Plan(found[1], run=lambda x, *_, **__: take(x)[found[0]])
 
 
 @rule("__setitem__")
