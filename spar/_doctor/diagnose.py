@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from .._group.group import MOST_EXCHANGES
 from .._group.registry import group_of
+from .._model.generators import others_restored
 from .._model.model import states_of
 from ..random import preserved
 from .difference import Difference, first_difference
@@ -82,19 +81,14 @@ def whole(states: list[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def kept(model: torch.nn.Module, group: Any) -> Iterator[None]:
     """Restore at the end what a step changes: generators, buffers and gradients, of which there are none."""
-    numpy = sys.modules.get("numpy")
-    state = random.getstate(), None if numpy is None else numpy.random.get_state()
     buffers = [(x, x.clone()) for x in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     for p, _ in gradients:
         p.grad = None
     try:
-        with preserved(group):
+        with preserved(group), others_restored():
             yield
     finally:
-        random.setstate(state[0])
-        if numpy is not None:
-            numpy.random.set_state(state[1])
         with torch.no_grad():
             for x, before in buffers:
                 x.copy_(before)

@@ -58,12 +58,18 @@ def draws_since(before: States, device: torch.device) -> list[tuple[int, int]]:
 @contextmanager
 def restored(device: torch.device) -> Iterator[None]:
     """Set the default generators back at the end."""
+    kind = None if device.type in ("cpu", "meta") else device.type
+    with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"), others_restored():
+        yield
+
+
+@contextmanager
+def others_restored() -> Iterator[None]:
+    """Set the generators of Python and NumPy back at the end."""
     numpy: Any = sys.modules.get("numpy.random")
     of_python, of_numpy = random.getstate(), numpy and numpy.get_state()
-    kind = None if device.type in ("cpu", "meta") else device.type
     try:
-        with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
-            yield
+        yield
     finally:
         random.setstate(of_python)
         if numpy:
