@@ -20,7 +20,7 @@ from .._model.model import states_of
 from .._model.report import Report
 from .._model.stand_ins import replaced
 from ._parallelize import parallelize
-from ._versions import check_version
+from ._refusals import check_version, refuse
 
 WHERE = "integrations.trainer"
 # The oldest and the newest (major, minor) with which this was tested: it overrides methods of theirs that are
@@ -227,9 +227,7 @@ def check_arguments(trainer: Any) -> None:
             "no tp_plan or distributed_config",
         ),
     )
-    for is_refused, problem, expected in refused:
-        if is_refused:
-            raise ValueError(f"{WHERE}: {problem}; with sequence parallelism expected {expected}")
+    refuse(WHERE, refused)
 
 
 def check_dataset(dataset: Any, sequences: Sequences) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ._refusals import check_version, refuse
 from ._trainer import WHERE
 from ._trl_tree import use_trees
-from ._versions import check_version
 
 VERSION = 1, 16
 # Each was compared with one process.
@@ -57,9 +57,7 @@ def _check_generation(trainer: Any, checks_step: bool) -> None:
         (getattr(trainer, "rollout_func", None), "rollout_func is given", "None"),
         (checks_step, "check is True", "False for a trainer that generates: it counts its steps"),
     )
-    for is_refused, problem, expected in refused:
-        if is_refused:
-            raise ValueError(f"{WHERE}: {problem}; with sequence parallelism expected {expected}")
+    refuse(WHERE, refused)
 
 
 def _count_groups(trainer: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._attention.prefix_tree import PrefixTree
 from .._group.log import log
 from .._model.model import states_of
+from ._refusals import refuse
 from ._trainer import WHERE, Sequences
 
 _METHOD = "_get_per_token_logps_and_entropies"
@@ -64,9 +65,7 @@ def _check(trainer: Any) -> None:
             "that of TRL",
         ),
     )
-    for is_refused, problem, expected in refused:
-        if is_refused:
-            raise ValueError(f"{WHERE}: {problem}; with prefix_tree=True expected {expected}")
+    refuse(WHERE, refused, "prefix_tree=True")
 
 
 def over_tree(

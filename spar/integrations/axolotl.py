@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from . import trainer as integration
 from ._documents import check_documents
-from ._versions import check_version
+from ._refusals import check_version
 
 WHERE = "integrations.axolotl"
 VERSION = 0, 19  # the order in which it calls plugins is not documented: this one was tested

@@ -17,7 +17,7 @@ from ..ops.token_logprobs import token_logprobs
 from ..sequence_layout import SequenceLayout
 from ._documents import check_documents
 from ._parallelize import parallelize
-from ._versions import check_version
+from ._refusals import check_version
 
 __all__ = ["install", "uninstall"]
 

@@ -11,7 +11,7 @@ from swift.dataloader import BatchSamplerShard, DataLoaderShard
 
 from . import trainer as integration
 from ._documents import check_documents
-from ._versions import check_version
+from ._refusals import check_version, refuse
 from .trainer import uninstall
 
 __all__ = ["install", "uninstall"]
@@ -59,9 +59,7 @@ class _SequenceParallel(integration.SequenceParallel):
             (self.args.tuner_backend == "unsloth", "tuner_backend is 'unsloth'", "peft"),
             (not hasattr(self, "get_sp_dataloader"), f"{type(self).__name__} was not run", "swift sft or pt"),
         )
-        for is_refused, problem, expected in refused:
-            if is_refused:
-                raise ValueError(f"{WHERE}: {problem}; with spar's sequence groups expected {expected}")
+        refuse(WHERE, refused, "spar's sequence groups")
         if self.template.padding_free:  # also where samples are packed
             check_documents(self.model, WHERE)
 

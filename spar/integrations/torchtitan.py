@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from .._attention.attention import METHODS, attention
 from .._attention.spans import Spans
 from ..sequence_layout import SequenceLayout
-from ._versions import check_version
+from ._refusals import check_version
 
 __all__ = ["install", "uninstall"]
 

@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ..sequence_layout import SequenceLayout
 from ._documents import check_documents
 from ._parallelize import parallelize
-from ._versions import check_version
+from ._refusals import check_version, refuse
 
 __all__ = ["SequenceParallelEngine", "SequenceParallelValueEngine"]
 
@@ -124,9 +124,7 @@ def _check(model: Any, engine: Any) -> None:
         (engine.qat.enable, "qat.enable is True", "False"),
         (has_images, "the model has a vision_config", "a language model"),
     )
-    for is_refused, problem, expected in refused:
-        if is_refused:
-            raise ValueError(f"{WHERE}: {problem}; with sequence parallelism expected {expected}")
+    refuse(WHERE, refused)
 
 
 def _register() -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of other libraries, whose undocumented parts an integration needs."""
+"""What an integration refuses: other versions of a library, and options that were not tested."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Sequence
 
 
 def check_version(where: str, name: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> None:
@@ -23,3 +24,12 @@ def check_version(where: str, name: str, oldest: tuple[int, ...], newest: tuple[
             f"{where}: {name} {found} installed; expected {expected}, with which this was tested: "
             f"pip install '{name}>={first},<{end}'"
         )
+
+
+def refuse(
+    where: str, refused: Sequence[tuple[object, str, str]], beside: str = "sequence parallelism"
+) -> None:
+    """Raise ValueError for the first that is to be refused of (whether it is, problem, what is expected)."""
+    for is_refused, problem, expected in refused:
+        if is_refused:
+            raise ValueError(f"{where}: {problem}; with {beside} expected {expected}")
