@@ -16,7 +16,8 @@ from ._checks import check_int
 from ._control.state import Place
 from ._doctor.diagnose import diagnose
 from ._doctor.difference import Difference, first_difference
-from ._doctor.trace import Trace, local_of_layout, local_of_view
+from ._doctor.entries import local_of_layout, local_of_view
+from ._doctor.trace import Trace
 from ._group.group import MOST_EXCHANGES
 from ._group.registry import group_of
 from ._model.model import states_of

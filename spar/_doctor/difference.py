@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ops.gather import all_gather
+from .entries import MAKER, Entry, Key, Spot
 from .sketches import apart, largest, relative
-from .trace import MAKER, Entry, Key, Spot, Trace
+from .trace import Trace
 
 # A gradient below this share of the largest one may be what rounding left.
 _SMALL = 1e-3
