@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._exchange.autocast import no_autocast
-from .._exchange.cut_and_join import selected
+from .._exchange.cut_and_join import add_selected, selected
 from .._exchange.exchange import Exchange, Number
 from .._exchange.gather_plan import Interval
 from .._exchange.layouts import Args, by_receiver
@@ -67,10 +67,7 @@ class Route:
         dtype = parts[0].dtype
         total = parts[0].new_zeros(shape, dtype=accumulated(dtype))
         for (heads, tokens), part in zip(self.sent, parts, strict=True):
-            of_heads, at = total.narrow(1, *heads), 0
-            for first, size in tokens:
-                of_heads.narrow(2, first, size).add_(part.narrow(2, at, size))
-                at += size
+            add_selected(total.narrow(1, *heads), tokens, part, 2)
         return total.to(dtype)
 
     # ---- at the receivers ----

@@ -99,9 +99,16 @@ def selected(x: Tensor, parts: Sequence[Interval], dim: int) -> Tensor:
     if len(parts) == 1:
         return x.narrow(dim, *parts[0])
     if len(parts) > _FEW:
-        index = torch.cat([torch.arange(first, first + count, device="cpu") for first, count in parts])
-        return x.index_select(dim, index.to(x.device))
+        return x.index_select(dim, _index(parts, 0, x.device))
     return torch.cat([x.narrow(dim, *part) for part in parts], dim) if parts else x.narrow(dim, 0, 0)
+
+
+def add_selected(x: Tensor, parts: Sequence[Interval], added: Tensor, dim: int) -> None:
+    """Add to parts of a tensor in place what lies one behind the other along dim: `selected` transposed."""
+    at = 0
+    for first, count in parts:
+        x.narrow(dim, first, count).add_(added.narrow(dim, at, count))
+        at += count
 
 
 def without_halo(

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from .._group.group import Call, Group
 from .arguments import Arguments, apply_together
-from .cut_and_join import added_back, ordered, selected
+from .cut_and_join import add_selected, added_back, ordered, selected
 from .exchange import Exchange
 from .gather_plan import GatherPlan
 from .observers import is_any_traced, is_transformed, must_record
@@ -46,10 +46,7 @@ class Gathering(NamedTuple):
             return [own for own, _ in pairs]
         returned = self.exchange.transposed.run([others for _, others in pairs], forward)
         for (own, _), back in zip(pairs, returned, strict=True):
-            at = 0
-            for first, count in plan.sent:
-                own.narrow(dim, first, count).add_(back.narrow(dim, at, count))
-                at += count
+            add_selected(own, plan.sent, back, dim)
         return [own for own, _ in pairs]
 
 
