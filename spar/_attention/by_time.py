@@ -40,16 +40,21 @@ def is_real(group: Group | Place, request: Request) -> TypeGuard[Group]:
     return isinstance(group, Group) and group.world > 1 and is_eager
 
 
+def spans_hosts(group: Group, device: torch.device) -> bool:
+    """Whether the ranks are on several hosts. Collective before the group's first exchange."""
+    group.channel("attention", device)
+    return len(group.transports[device.type].hosts) > 1
+
+
 def speeds_of(problem: Problem, request: Request) -> Speeds | None:
     """Return the speeds of a group, which all ranks know alike once it is set up; None: not measured."""
     group, device = problem.group, request.q.device
     if not is_real(group, request):
         return None
-    group.channel("attention", device)
-    measured = group.measured.get(device.type)
+    is_far, measured = spans_hosts(group, device), group.measured.get(device.type)
     if measured is None:
         return None
-    return measured.far if len(group.transports[device.type].hosts) > 1 else measured.near
+    return measured.far if is_far else measured.near
 
 
 def received(method: str, problem: Problem, request: Request) -> int:

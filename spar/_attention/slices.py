@@ -19,7 +19,7 @@ from .._exchange.work import Work, start
 from .._group.group import Group
 from .._transports.channel import WORTH_A_CALL
 from ..sizes import share
-from .by_time import is_real, received, speeds_of, step_of
+from .by_time import is_real, received, spans_hosts, speeds_of, step_of
 from .kernels import reason_against
 from .kernels.kernel import Needs
 from .local import Outs, over_sequence
@@ -51,17 +51,12 @@ def slices_of(method: str, problem: Problem, request: Request) -> int:
     if method == "gather" and (problem.causal or problem.packed or problem.mask is not None):
         return 1
     most = min(MOST, shapes.key_heads // ranks)
-    if most < 2 or not _spans_hosts(group, request.q.device):
+    if most < 2 or not spans_hosts(group, request.q.device):
         return 1
     speeds = speeds_of(problem, request)
     if speeds is None:
         return max(1, min(most, received(method, problem, request) // LEAST))
     return min(range(1, most + 1), key=lambda count: step_of(speeds, method, problem, request, count))
-
-
-def _spans_hosts(group: Group, device: torch.device) -> bool:
-    group.channel("attention", device)
-    return len(group.transports[device.type].hosts) > 1
 
 
 def _are_apart(problem: Problem, request: Request) -> bool:

@@ -27,7 +27,7 @@ def calls_of(rank: int, world: int, group: dist.ProcessGroup, folder: Path, far:
     """Return the exchanges of forwards without a method, of 6 key heads and of 1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / str(rank)))
-        patch.setattr(slices, "_spans_hosts", lambda *_: far)
+        patch.setattr(slices, "spans_hosts", lambda *_: far)
         made, found = dist.new_group(list(range(world))), []
         layout, state = SequenceLayout.even(64, made), group_of(made)
         for heads in (6, 1):

@@ -53,7 +53,7 @@ def both(rank: int, world: int, group: Group, method: str, kind: str, name: str)
     q, k, v, upper = tensors(rank, layout, dtype, order, 5 if name == "width 5" else WIDTH)
     state, results, calls = group_of(group), [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "_spans_hosts", lambda *_: True)
+        patch.setattr(slices, "spans_hosts", lambda *_: True)
         channel = state.channel("attention", q.device)
         for least in (2**62, 1):
             patch.setattr(slices, "LEAST", least)
@@ -111,7 +111,7 @@ def fail_in_slice(rank: int, world: int, group: Group) -> str:
         return kernel(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "_spans_hosts", lambda *_: True)
+        patch.setattr(slices, "spans_hosts", lambda *_: True)
         patch.setattr(slices, "LEAST", 1)
         patch.setattr(local, "_kernel", failing)
         with pytest.raises(RuntimeError, match="no memory in slice 2") as caught:

@@ -110,7 +110,7 @@ def check_offload(rank: int, world: int, group: dist.ProcessGroup, method: str) 
         return torch.autograd.grad(y.square().sum(), x)[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "_spans_hosts", lambda *_: True)
+        patch.setattr(slices, "spans_hosts", lambda *_: True)
         patch.setattr(slices, "LEAST", 1)
         patch.setattr(group_of(group).channel("attention", x.device), "in_flight_from", 0)
         plain, all_saved, saved = gradient(block(x)), Offload(), Offload()
