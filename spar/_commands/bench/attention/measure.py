@@ -8,8 +8,9 @@ import gc
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,25 @@ class Row:
     seconds: float = 0.0
 
 
+def tensors_of(tokens: int, args: Namespace, key_heads: int) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output; of the whole sequence, equal on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, tokens, n, args.width) for n in (args.heads, key_heads, key_heads, args.heads)]
+    return [torch.randn(shape, generator=generator).to(getattr(torch, args.dtype)) for shape in shapes]
+
+
+def with_gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor], upper: Tensor) -> list[Tensor]:
+    """Return the output of an attention, and the gradients of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = attend(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+
+
 class Layer:
-    """A step's tensors: q, k, v and the gradient of the output; the whole sequence, equal on all ranks."""
+    """A step's tensors, and the ways to attend with them."""
 
     def __init__(self, tokens: int, args: Namespace, key_heads: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        shapes = [(1, tokens, n, args.width) for n in (args.heads, key_heads, key_heads, args.heads)]
-        kind = getattr(torch, args.dtype)
-        self.whole = [torch.randn(shape, generator=generator).to(kind) for shape in shapes]
-        self.ways = ways(tokens)
+        self.whole, self.ways = tensors_of(tokens, args, key_heads), ways(tokens)
 
     def step(self, name: str) -> Callable[[], list[Tensor]]:
         """Return a function that returns the output and the gradients; it does nothing where others wait."""
@@ -55,23 +66,18 @@ class Layer:
         if name == WHOLE and dist.get_rank() > 0:
             return list
         *inputs, upper = [x[:, way.positions].contiguous() for x in self.whole]
-
-        def run() -> list[Tensor]:
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            y = way.function(*leaves)
-            return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
-
-        return run
+        return partial(with_gradients, way.function, inputs, upper)
 
 
 # ---- times ----
 
 
-def once(step: Callable[[], Any]) -> tuple[float, Any]:
+def once(step: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Return the seconds and the CPU seconds of a step that all ranks begin at once, and its result."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin = time.perf_counter(), time.process_time()
     result = step()
-    return time.perf_counter() - begin, result
+    return time.perf_counter() - begin[0], time.process_time() - begin[1], result
 
 
 def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
@@ -79,7 +85,7 @@ def measure_steps(layer: Layer, tokens: int, seconds: float) -> list[Row]:
     rows, firsts, steps = [], [], [layer.step(name) for name in layer.ways]
     expected: list[Tensor] = []
     for name, step in zip(layer.ways, steps, strict=True):
-        took, results = once(step)
+        took, _, results = once(step)
         firsts.append(reduced(took))
         if name == WHOLE:
             expected = results or [torch.empty_like(layer.whole[i]) for i in (3, 0, 1, 2)]

@@ -21,7 +21,7 @@ from ...._attention.spans import closed
 from ...printing import MIB, progress, table
 from ...ranks import Ranks
 from ..measure import reduced
-from .measure import peak
+from .measure import once, peak, tensors_of, with_gradients
 from .report import Bar, Panel, report
 from .ways import GATHER, RING, ULYSSES
 
@@ -63,17 +63,10 @@ Step = Callable[[], list[Tensor]]
 def steps_of(tokens: int, window: int, args: Namespace) -> dict[str, Step]:
     """Return a function for each way that returns the output and the gradients."""
     layout = spar.SequenceLayout.zigzag(tokens)
-    generator, own = torch.Generator().manual_seed(1), layout.index()
-    heads = args.heads, args.key_heads, args.key_heads, args.heads
-    kind = getattr(torch, args.dtype)
-    q, k, v, upper = (
-        torch.randn((1, tokens, n, args.width), generator=generator)[:, own].to(kind) for n in heads
-    )
+    *inputs, upper = [x[:, layout.index()] for x in tensors_of(tokens, args, args.key_heads)]
 
     def step(**options: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        y = spar.attention(leaves[0], leaves[1], leaves[2], layout, **options)
-        return [y.detach(), *torch.autograd.grad(y, leaves, upper)]
+        return with_gradients(lambda q, k, v: spar.attention(q, k, v, layout, **options), inputs, upper)
 
     def masked() -> list[Tensor]:
         mask = torch.ones(tokens, tokens, dtype=torch.bool).tril_().triu_(1 - window)
@@ -104,10 +97,7 @@ def measure(tokens: int, args: Namespace) -> list[Row]:
     begin = time.perf_counter()
     while True:
         for name, step in steps.items():
-            dist.barrier()
-            at = time.perf_counter(), time.process_time()
-            step()
-            times[name].append((time.perf_counter() - at[0], time.process_time() - at[1]))
+            times[name].append(once(step)[:2])
         turns = len(times[CAUSAL])
         if turns >= 15 or reduced(time.perf_counter() - begin) * (turns + 1) / turns > args.seconds:
             break
