@@ -128,7 +128,7 @@ def by_spar(
     beta: Tensor,
     alpha: Tensor,
 ) -> Tensor:
-    convolved = convolve(convolution, mixed[None].transpose(1, 2), layout, TAPS - 1, 2, False).transpose(1, 2)
+    convolved = convolve(convolution, mixed[None].transpose(1, 2), layout, TAPS - 1, False).transpose(1, 2)
     q, k, v = (x.unflatten(2, (-1, WIDTH)) for x in convolved.split(SIZES, 2))
     y = spar.by_heads(recurrence, [v, q, k, beta[None], alpha[None]], layout)
     return recurrence(y.squeeze(0), z)  # whose gradient is a view, unlike that of y[0]

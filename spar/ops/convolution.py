@@ -26,6 +26,9 @@ from ..sequence_layout import SequenceLayout, checked_numbers
 from .tree_branches import places_of
 from .tree_fragments import fragments_of_tree, plan_ancestors
 from .tree_row import TreeRow
+from .unused import on_rows
+
+_DIM = 2  # of tokens, in [B, C, S]
 
 
 class Windows(NamedTuple):
@@ -105,14 +108,9 @@ def can_correct(x: Tensor) -> bool:
 
 
 def convolve(
-    fn: Callable[[Tensor], Tensor],
-    x: Tensor,
-    layout: SequenceLayout,
-    before: int,
-    dim: int,
-    keeps_result: bool,
+    fn: Callable[[Tensor], Tensor], x: Tensor, layout: SequenceLayout, before: int, keeps_result: bool
 ) -> Tensor:
-    """Apply a causal function of `before` tokens and one more along dim, each document by itself.
+    """Apply a causal function of `before` tokens and one more to [B, C, S_local], each document by itself.
 
     Args:
         fn: called with this rank's tokens, and with the windows. Before the first token it assumes zeros.
@@ -120,37 +118,34 @@ def convolve(
         keeps_result: whether fn's backward needs its result, which is then copied, not modified.
     """
     with Arguments("SequenceLayout.halo", x, layout.group) as call:
-        numbers = checked_numbers(call, "layout", layout, call.dim("dim", dim), False)[1:]
+        numbers = checked_numbers(call, "layout", layout, _DIM, False)[1:]
         place = call.world, call.rank, x.device
         windows = _remembered((0, *numbers), layout.lengths, before, *place)
         # Storage of the gradient of fn's result: see _Tap.
         shared = SimpleNamespace(upper=0)
-        own, tokens = _Tap.apply(x, windows.places, dim, shared)  # type: ignore[no-untyped-call]
-        gathered = gather_pieces(call, windows.plan, [tokens], dim, f"offset {-before}, {before} more")[0]
+        own, tokens = _Tap.apply(x, windows.places, shared)  # type: ignore[no-untyped-call]
+        gathered = gather_pieces(call, windows.plan, [tokens], _DIM, f"offset {-before}, {before} more")[0]
     corrections, y = fn(gathered), fn(own)
     if keeps_result or y._is_view() or _storage(y) == _storage(x):
         y = y.clone()
-    result: Tensor = _Corrected.apply(y, corrections, windows, dim, shared)  # type: ignore[no-untyped-call]
+    result: Tensor = _Corrected.apply(y, corrections, windows, shared)  # type: ignore[no-untyped-call]
     return result
 
 
-def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: TreeRow, before: int, dim: int) -> Tensor:
-    """Apply a causal function of `before` tokens and one more along each path of a tree.
+def convolve_tree(fn: Callable[[Tensor], Tensor], x: Tensor, tree: TreeRow, before: int) -> Tensor:
+    """Apply a causal function of `before` tokens and one more to [B, C, S_local], along each path of a tree.
 
     Each of this rank's fragments stands behind its own ancestors, in a copy: one exchange.
 
     fn: assumes zeros before the first token.
     """
     with Arguments("SequenceLayout.halo", x, tree.layout.group) as call:
-        checked_numbers(call, "layout", tree.layout, call.dim("dim", dim), False)
+        checked_numbers(call, "layout", tree.layout, _DIM, False)
         plan = plan_ancestors(tree, before, call.world, call.rank)
-        wide = gather_pieces(call, plan, [x], dim, f"tree, {before} before")[0]
+        wide = gather_pieces(call, plan, [x], _DIM, f"tree, {before} before")[0]
     own, _ = fragments_of_tree(tree, call.world, call.rank)
-    if not own:  # of one token of zeros, so that parameters and the exchange have their gradients
-        zeros = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
-        return fn(torch.cat([wide, zeros], dim)).narrow(dim, 0, 0)
     kept = places_of([(f.begin + (i + 1) * before, f.size) for i, f in enumerate(own)])
-    return fn(wide).index_select(dim, kept.to(x.device))
+    return on_rows(fn, wide, _DIM).index_select(_DIM, kept.to(x.device))
 
 
 class _Tap(torch.autograd.Function):
@@ -161,19 +156,19 @@ class _Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, dim: int, shared: Any) -> tuple[Tensor, Tensor]:
-        ctx.call = places, dim, shared
-        return x.view_as(x), x.index_select(dim, places)
+    def forward(ctx: Any, x: Tensor, places: Tensor, shared: Any) -> tuple[Tensor, Tensor]:
+        ctx.call = places, shared
+        return x.view_as(x), x.index_select(_DIM, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, of_tokens: Tensor) -> Any:
-        places, dim, shared = ctx.call
+        places, shared = ctx.call
         records = torch.is_grad_enabled() and must_record((grad, of_tokens))
         if records or _storage(grad) == shared.upper or 0 in grad.stride():
-            grad = grad.index_add(dim, places, of_tokens)
+            grad = grad.index_add(_DIM, places, of_tokens)
         else:
-            grad.index_add_(dim, places, of_tokens)
-        return grad, None, None, None
+            grad.index_add_(_DIM, places, of_tokens)
+        return grad, None, None
 
 
 class _Corrected(torch.autograd.Function):
@@ -183,20 +178,18 @@ class _Corrected(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, corrections: Tensor, windows: Windows, dim: int, shared: Any) -> Tensor:
+    def forward(ctx: Any, y: Tensor, corrections: Tensor, windows: Windows, shared: Any) -> Tensor:
         ctx.mark_dirty(y)
-        ctx.call = windows, dim, corrections.size(dim), shared
-        return y.index_copy_(dim, windows.first, corrections.index_select(dim, windows.right))
+        ctx.call = windows, corrections.size(_DIM), shared
+        return y.index_copy_(_DIM, windows.first, corrections.index_select(_DIM, windows.right))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        windows, dim, size, shared = ctx.call
+        windows, size, shared = ctx.call
         shared.upper = _storage(grad)
-        first = grad.index_select(dim, windows.first)
-        shape = list(grad.shape)
-        shape[dim] = size
-        corrections = grad.new_zeros(shape).index_copy(dim, windows.right, first)
-        return grad, corrections.index_copy(dim, windows.wrong, -first), None, None, None
+        first = grad.index_select(_DIM, windows.first)
+        corrections = grad.new_zeros(*grad.shape[:_DIM], size).index_copy(_DIM, windows.right, first)
+        return grad, corrections.index_copy(_DIM, windows.wrong, -first), None, None
 
 
 def _storage(x: Tensor) -> int:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +22,21 @@ def depending_on(result: Tensor, tensors: Iterable[Tensor | None]) -> Tensor:
             # Autocast would sum in float32.
             result = result + (none * none).sum(dtype=result.dtype)
     return result
+
+
+def on_rows(
+    function: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dim: int,
+    least: int = 1,
+    dim_of_result: int | None = None,
+) -> Tensor:
+    """Run a function that needs rows; on a rank without any it runs on zeros, and its result is dropped.
+
+    An empty result that is derived from all that others' are lets the rank take part in backward's exchanges.
+    """
+    if x.size(dim):
+        return function(x)
+    shape = [*x.shape[:dim], least, *x.shape[dim + 1 :]]
+    out = function(torch.cat([x, x.new_zeros(shape)], dim))
+    return out.narrow(dim if dim_of_result is None else dim_of_result, 0, 0)

@@ -104,7 +104,7 @@ def check_convolutions(rank: int, world: int, group: Group) -> None:
                 expected = expected.index_copy(2, places, convolve(x[:, :, places]))
 
             def run(part: Tensor, tree: Tree = tree, fn: Any = convolve, before: int = before) -> Tensor:
-                return convolve_tree(fn, part, tree, before, 2)
+                return convolve_tree(fn, part, tree, before)
 
             check_gradients(tree, run, expected, [x], 2)
 
@@ -133,7 +133,7 @@ def check_few(rank: int, world: int, group: Group) -> None:
     expected = torch.zeros_like(x)
     for places in tree.places:
         expected = expected.index_copy(2, places, convolve(x[:, :, places]))
-    check_gradients(tree, lambda part: convolve_tree(convolve, part, tree, 1, 2), expected, [x], 2)
+    check_gradients(tree, lambda part: convolve_tree(convolve, part, tree, 1), expected, [x], 2)
 
 
 def test_ranks_without_tokens(pool: Ranks) -> None:

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gather import all_gather
+from ...ops.unused import on_rows
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..memory import in_order_of
 from ..part import Part
 from ..sums import sum_over_ranks
-from .windows import each, on_rows, one_run, windowed
+from .windows import each, one_run, windowed
 
 
 def fewer(part: Part, times: int) -> tuple[Part, Part] | None:

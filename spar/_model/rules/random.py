@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.unused import on_rows
 from ..call import FunctionCall, Plan, part_rule
 from ..memory import memory_order
 from ..part import Part, whole_shape
-from .windows import on_rows
 
 
 def draws(call: FunctionCall) -> bool:

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.unused import on_rows
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
 from ..moving import moved
 from ..part import Part, mark, part_of, whole_shape
 from .pools import fewer
-from .windows import along, each, format_of, on_rows, windowed
+from .windows import along, each, format_of, windowed
 
 _WEIGHTED = ("linear", "bilinear", "bicubic", "trilinear")  # modes that leave a dim as it is by a factor of 1
 # Modes by what they are in one dim: those that read one row or two of each.

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.unused import on_rows
 from ...sequence_layout import SequenceLayout
 from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule
 from ..part import Part
 from ..report import multiply_adds
 from .products import shared
-from .windows import along, each, format_of, listed, on_rows, one_run, reaching, separate, windowed
+from .windows import along, each, format_of, listed, one_run, reaching, separate, windowed
 
 
 class _Window(NamedTuple):

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.unused import on_rows
 from ..call import FunctionCall, Plan, part_rule
 from ..part import Part, whole_shape
 from .moments import corrected, in_single, moments
-from .windows import format_of, on_rows
+from .windows import format_of
 
 
 @part_rule("layer_norm rms_norm")

@@ -8,9 +8,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.unused import on_rows
 from ..call import FunctionCall, Plan, are_ints, part_rule
 from ..part import Part
-from .windows import each, on_rows, reaching, windowed
+from .windows import each, reaching, windowed
 
 
 @part_rule("unfold")

@@ -30,24 +30,6 @@ def each(value: Any, axes: int) -> list[Any]:
     return [along(value, axis) for axis in range(axes)]
 
 
-def on_rows(
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,
-    dim: int,
-    least: int = 1,
-    dim_of_result: int | None = None,
-) -> Tensor:
-    """Run a function that needs rows; on a rank without any it runs on zeros, and its result is dropped.
-
-    An empty result that is derived from all that others' are lets the rank take part in backward's exchanges.
-    """
-    if x.size(dim):
-        return function(x)
-    shape = [*x.shape[:dim], least, *x.shape[dim + 1 :]]
-    out = function(torch.cat([x, x.new_zeros(shape)], dim))
-    return out.narrow(dim if dim_of_result is None else dim_of_result, 0, 0)
-
-
 def reaching(start: int, stop: int, span: int, step: int, padding: int) -> tuple[int, int]:
     """Return which windows, `step` rows apart, may reach rows from start to before stop: at least one."""
     first = min((start + padding) // step, -((span - 1 - start - padding) // step))

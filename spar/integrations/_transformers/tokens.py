@@ -19,6 +19,7 @@ from ...groups import init
 from ...ops.convolution import can_correct, convolve, convolve_tree
 from ...ops.fragments import fragments_of
 from ...ops.tree_fragments import fragments_of_tree
+from ...ops.unused import on_rows
 from ...sequence_layout import SequenceLayout
 from ...sizes import share
 
@@ -103,13 +104,11 @@ class Tokens(NamedTuple):
         if before == 0:
             return fn(x)
         if self.tree is not None:
-            return convolve_tree(fn, x, self.tree, before, 2)
+            return convolve_tree(fn, x, self.tree, before)
         if x.size(2) == 0:
-            # Of one token of zeros, so that parameters and the exchange have their gradients.
-            wide = torch.cat([self.layout.halo(x, before, 2), x.new_zeros(x.size(0), x.size(1), 1)], 2)
-            return fn(wide).narrow(2, 0, 0)
+            return on_rows(fn, self.layout.halo(x, before, 2), 2)
         if can_correct(x):
-            return convolve(fn, x, self.layout, before, 2, keeps_result)
+            return convolve(fn, x, self.layout, before, keeps_result)
         return self.layout.drop_halo(fn(self.layout.halo(x, before, 2)), before, 2)
 
 
