@@ -48,10 +48,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, kind: Callable[[], nn.Module] = Block, count: int = 2) -> None:
+    """kinds: what makes each block."""
+
+    def __init__(self, *kinds: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Linear(8, D)
-        self.blocks = nn.ModuleList([kind() for _ in range(count)])
+        self.blocks = nn.ModuleList([kind() for kind in kinds])
         self.head = nn.Linear(D, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,10 +67,12 @@ class Net(nn.Module):
 
 
 class ByLength(Block):
+    """Branches on the length, and adds positions."""
+
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] > 19:
             x = x * 2
-        return super().forward(x) / x.shape[1]
+        return super().forward(x + torch.arange(x.shape[1]).view(1, -1, 1) / x.shape[1]) / x.shape[1]
 
 
 class ByStrides(Block):
@@ -86,11 +90,6 @@ class ByItem(Block):
 class ByValue(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * 2 if x.mean() > 0 else x)
-
-
-class Positions(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.arange(x.shape[1]).view(1, -1, 1) / x.shape[1])
 
 
 # ---- blocks with state ----
@@ -141,7 +140,7 @@ class KeepingNet(Net):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x + self.blocks[0].kept)
+        return self.head(x + self.blocks[0].kept + self.blocks[1].kept)
 
 
 class ReadsMean(Block):
@@ -164,8 +163,7 @@ class SharingNet(Net):
     gives_part = False
 
     def __init__(self, kind: Callable[[], nn.Module], local: int) -> None:
-        super().__init__()
-        self.blocks[1] = kind()
+        super().__init__(Block, kind)
         self.register_buffer("table", torch.linspace(-1, 1, 2 * local * D).view(2, local, D))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -236,10 +234,6 @@ class Two(Block):
 
 
 class OverlappingNet(Net):
-    def __init__(self, kind: Callable[[], nn.Module]) -> None:
-        super().__init__(kind)
-        self.blocks[0] = Block()
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.embed(x)) * 1
         return self.head(self.blocks[1](x, x.transpose(0, 1).transpose(0, 1)))
@@ -353,7 +347,13 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def of(kind: Any, net: Any = Net, **options: Any) -> Callable[[], nn.Module]:
-    return functools.partial(net, functools.partial(kind, **options))
+    """Return what makes a model of two blocks of a kind."""
+    return each(*[functools.partial(kind, **options)] * 2, net=net)
+
+
+def each(*kinds: Callable[[], nn.Module], net: Any = Net) -> Callable[[], nn.Module]:
+    """Return what makes a model of a block of each kind."""
+    return functools.partial(net, *kinds)
 
 
 def compile_blocks(model: Any) -> None:

@@ -46,17 +46,6 @@ class AddsTables(Block):
         return out
 
 
-class TagsWhole(Net):
-    """Its first block gets a whole tensor that has an attribute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x.gain = 2.0  # type: ignore[attr-defined]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class LossNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = super().forward(x)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import Ranks
 from helpers import compiled_blocks as blocks, compiled_containers as containers, compiled_models as models
-from helpers.compiled_blocks import Block, Compared, compile_model, inputs, of
+from helpers.compiled_blocks import Block, Compared, compile_model, each, inputs, of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -27,50 +27,42 @@ Group = dist.ProcessGroup
 
 
 RIGHT = {
-    "causal": of(Block, causal=True),
-    "a branch on the length": of(blocks.ByLength),
-    "positions": of(blocks.Positions),
-    "buffers": of(blocks.Running),
-    "keeps its result": of(blocks.KeepsOutput, blocks.KeepingNet),
-    "keeps its argument": of(blocks.KeepsInput, blocks.KeepingNet),
+    "a branch on the length": each(blocks.ByLength),
+    "blocks of several kinds": each(
+        functools.partial(Block, causal=True), blocks.Running, blocks.Custom, blocks.RunsWhole, blocks.Pieces
+    ),
+    "random numbers": each(blocks.Dropout, models.Noise),
+    "keeps its result and its argument": each(blocks.KeepsOutput, blocks.KeepsInput, net=blocks.KeepingNet),
     "changes its argument": of(blocks.InPlace, blocks.InPlaceNet),
     "returns its argument": of(blocks.Returns, blocks.ReturningNet),
     "dataclasses": of(containers.OfDataclasses, containers.DataclassNet),
     "a list that grows": of(containers.Appends, containers.AppendingNet),
-    "an autograd Function": of(blocks.Custom),
-    "functions that run whole": of(blocks.RunsWhole),
-    "pieces": of(blocks.Pieces),
-    "dropout": of(blocks.Dropout),
     "one tensor twice": of(models.Twice, models.TwiceNet),
     "tables in a tuple": of(models.AddsTables, models.TupleNet),
-    "an attribute of a whole tensor": of(containers.Tagged, models.TagsWhole),
-    "an attribute of a part": of(containers.Tagged, containers.TaggedNet),
-    "a loss": of(Block, models.LossNet),
+    "an attribute of an argument": of(containers.Tagged, containers.TaggedNet),
+    "a loss": each(Block, net=models.LossNet),
     "a block without gradients": of(Block, models.Teacher),
-    "a Function on whole tensors": of(Block, models.LimitsWhole),
-    "a Function on a weight": of(models.LimitsWeight),
-    "noise in each block": of(models.Noise),
+    "Functions on whole tensors and on a weight": each(models.LimitsWeight, net=models.LimitsWhole),
 }
-BY_LENGTH = ("a branch on the length", "positions")
 # With what the report says.
 BY_BLOCK = {
     "a checkpoint around blocks": (of(Block, blocks.CheckpointAround), "no block begins in its graph"),
     "a reentrant checkpoint": (of(Block, blocks.ReentrantAround), "no block begins in its graph"),
-    "a branch on a value": (of(blocks.ByValue), "Data-dependent branching"),
-    "a hook of a gradient": (of(blocks.HooksGradient), "the operator register_hook of parts"),
-    "a hook of a whole tensor": (of(Block, models.HooksWhole), "the operator register_hook"),
-    "inference mode inside": (of(Block, models.InferenceInside), "it enters inference mode"),
-    "a number of a tensor in each forward": (of(blocks.Counter), "it is 4 graphs already"),
+    "a branch on a value": (each(blocks.ByValue), "Data-dependent branching"),
+    "a hook of a gradient": (each(blocks.HooksGradient), "the operator register_hook of parts"),
+    "a hook of a whole tensor": (each(Block, net=models.HooksWhole), "the operator register_hook"),
+    "inference mode inside": (each(Block, net=models.InferenceInside), "it enters inference mode"),
+    "a number of a tensor in each forward": (each(blocks.Counter), "it is 4 graphs already"),
 }
 
 
-def check_right(rank: int, world: int, group: Group, name: str, **options: Any) -> None:
+def check_right(rank: int, world: int, group: Group, name: str) -> None:
     """With two batches and more: what depends on values is no constant of the graph."""
-    compared = Compared(RIGHT[name], group, compile_model, **options)
+    compared = Compared(RIGHT[name], group, compile_model)
     for seed in range(3):
         compared.step(inputs(seed))
     assert compared.graphs == 1, compared.report
-    if name in BY_LENGTH:
+    if name == "a branch on the length":
         compared.step(inputs(3, 18))
         compared.apply(nn.Module.eval)
         compared.infer(inputs(4))
@@ -85,7 +77,7 @@ def test_a_model_is_one_graph(ranks: Ranks, name: str) -> None:
 def check_by_block(rank: int, world: int, group: Group, name: str) -> None:
     make, reason = BY_BLOCK[name]
     compared = Compared(make, group, compile_model)
-    for seed in range(7):
+    for seed in range(6):
         compared.step(inputs(seed))
     (why,) = compared.report.why_by_block
     assert reason in why and "compiled by block" in str(compared.report), why
@@ -115,7 +107,7 @@ def test_a_tensor_that_the_model_keeps_is_whole(ranks: Ranks) -> None:
 
 def check_recomputed(rank: int, world: int, group: Group) -> None:
     """A checkpoint around the model recomputes each forward as it ran: the first one eagerly."""
-    compared = Compared(of(Block, causal=True), group, compile_model)
+    compared = Compared(each(Block), group, compile_model)
     call = compared.call
     compared.call = lambda x: checkpoint(call, x, use_reentrant=False)
     for seed in range(3):
@@ -148,7 +140,7 @@ def test_tangents_are_those_of_one_process(ranks: Ranks) -> None:
 
 def check_shapes(rank: int, world: int, group: Group) -> None:
     """Two lengths are two graphs; a third is compiled by block, and the two stay."""
-    compared = Compared(of(Block), group, compile_model)
+    compared = Compared(each(Block), group, compile_model)
     for total in (21, 21, 18, 16, 21, 18, 16):
         compared.step(inputs(0, total))
     counts = {
@@ -157,7 +149,7 @@ def check_shapes(rank: int, world: int, group: Group) -> None:
     assert counts == {True: 2, False: 1}
     assert compared.report.why_by_block == ["its arguments are of more than 2 lengths or layouts"]
     # Ranks with few tokens, and with none.
-    compared = Compared(of(Block), group, compile_model)
+    compared = Compared(each(Block), group, compile_model)
     for total in (2, 1):
         compared.step(inputs(0, total))
 
@@ -170,13 +162,13 @@ def test_a_third_length_is_compiled_by_block(ranks: Ranks) -> None:
 
 
 def check_layouts(rank: int, world: int, group: Group) -> None:
-    check_right(rank, world, group, "causal", layout="zigzag", method="ring")
     layouts = [
         spar.SequenceLayout.even(21, group),
         spar.SequenceLayout.zigzag(21, group),
         spar.SequenceLayout.packed([0, 9, 21], group),
     ]
-    compared = Compared(of(Block), group, compile_model, layout=lambda batch: layouts[0])
+    causal = each(functools.partial(Block, causal=True))
+    compared = Compared(causal, group, compile_model, layout=lambda batch: layouts[0], method="ring")
     for seed in range(6):
         compared.step(inputs(seed))
         layouts.append(layouts.pop(0))
@@ -190,7 +182,7 @@ def test_one_length_of_other_layouts_is_another_graph(ranks: Ranks) -> None:
 def check_parts(rank: int, world: int, group: Group) -> None:
     """The model gets this rank's tokens, and returns its results of these."""
     layout = spar.SequenceLayout.even(21, group)
-    compared = Compared(of(Block), group, compile_model, inputs=["x"], outputs="parts")
+    compared = Compared(each(Block), group, compile_model, inputs=["x"], outputs="parts")
     for seed in range(3):
         x = inputs(seed)
         with torch.no_grad():
@@ -207,9 +199,8 @@ def test_parts_are_inputs_and_outputs_of_one_graph(ranks: Ranks) -> None:
 
 
 def check_input(rank: int, world: int, group: Group) -> None:
-    compared = Compared(functools.partial(models.InPlaceOfInput, models.ChangesInput), group, compile_model)
-    compared.apply(lambda model: model.blocks.__setitem__(1, Block().double()))
-    compared.model.load_state_dict(compared.whole.state_dict())
+    make = each(models.ChangesInput, Block, net=models.InPlaceOfInput)
+    compared = Compared(make, group, compile_model)
     for seed in range(3):
         x, y = inputs(seed), inputs(seed)
         with torch.no_grad():
@@ -222,7 +213,7 @@ def test_a_change_of_the_callers_tensor_reaches_the_caller(ranks: Ranks) -> None
 
 def check_hooks(rank: int, world: int, group: Group) -> None:
     """A hook that is registered again otherwise is in another graph, as are blocks that are replaced."""
-    compared = Compared(of(Block), group, compile_model)
+    compared = Compared(each(Block), group, compile_model)
     compared.step(inputs())
 
     def hook(module: Any, args: Any, *rest: Any) -> Any:
@@ -233,7 +224,7 @@ def check_hooks(rank: int, world: int, group: Group) -> None:
         handles: list[Any] = []
         compared.apply(
             lambda model, kw=with_kwargs, handles=handles: handles.append(
-                model.blocks[1].mlp.register_forward_hook(hook, with_kwargs=kw)
+                model.blocks[0].mlp.register_forward_hook(hook, with_kwargs=kw)
             )
         )
         compared.step(inputs(1))
@@ -260,7 +251,7 @@ def check_one_fails(rank: int, world: int, group: Group) -> None:
         return own(self, traced, *rest)
 
     with mock.patch.object(backends.Backend, "make", make):
-        compared = Compared(of(Block), group, compile_model)
+        compared = Compared(each(Block), group, compile_model)
         for seed in range(3):
             compared.step(inputs(seed))
     expected = "no compiler here" if rank == world - 1 else "another rank could not compile it"
@@ -284,7 +275,7 @@ def check_fails_before(rank: int, world: int, group: Group) -> None:
         return spar.SequenceLayout.even(21, group)
 
     try:
-        compared = Compared(of(Block), group, compile_model, layout=layout)
+        compared = Compared(each(Block), group, compile_model, layout=layout)
         compared.step(inputs())
         failing[0] = True
         with pytest.raises(ValueError if rank == world - 1 else spar.MismatchError, match="injected"):
@@ -339,7 +330,7 @@ def test_a_rank_that_fails_alone_is_an_error_on_all(ranks: Ranks) -> None:
 
 def check_count(rank: int, world: int, group: Group) -> None:
     """A rank that alone makes another graph is an error on all ranks, at once."""
-    compared = Compared(of(Block, models.CountsOnOneRank), group, compile_model)
+    compared = Compared(each(Block, net=models.CountsOnOneRank), group, compile_model)
     compared.call(inputs())
     compared.call(inputs())
     begin = time.monotonic()
