@@ -75,7 +75,7 @@ def check_recompute(rank: int, world: int, group: Group, compiled: bool) -> None
         loss_of(again).backward()
         return [again.detach(), *gradients(model, average)]
 
-    model = wan()
+    model = wan(num_layers=1 if compiled else 2)
     model.enable_gradient_checkpointing()
     expected = run(model, None)
     parallelize(model, group)
@@ -206,9 +206,10 @@ def check_compiled_on_one_rank(rank: int, world: int, group: Group) -> None:
                 block.compile(backend="aot_eager")
             model.enable_gradient_checkpointing()
         compare(trained(model, flux_inputs(), group), expected, model)
-        compiled = torch.compile(model, backend="aot_eager")
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
+        if model is after:
+            compiled = torch.compile(model, backend="aot_eager")
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(**flux_inputs())[0], expected[0], rtol=1e-5, atol=1e-5)
         unparallelize(model)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compare(trained(before, flux_inputs()), expected, before)
