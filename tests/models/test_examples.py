@@ -47,8 +47,8 @@ def check(folder: Path, world: int, name: str, arguments: list[str], *proved: st
             ["--dp", "2", "--check", "--dtype", "float32", "--steps", "1"],
             "2 dp x 2 cp on cpu; shm",
         ),
-        ("rl.py", ["--dp", "2", "--fsdp"], "proved: GRPO learns the same over 4 ranks"),
-        ("rl.py", ["--tree"], "4 ranks, which share prefix trees, as in one process"),
+        ("rl.py", ["--dp", "2", "--fsdp", "--samples", "4"], "proved: GRPO learns the same over 4 ranks"),
+        ("rl.py", ["--tree", "--samples", "4"], "4 ranks, which share prefix trees, as in one process"),
     ],
 )
 def test_example_proves(name: str, arguments: list[str], proved: str, tmp_path: Path) -> None:
