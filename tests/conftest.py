@@ -11,6 +11,8 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +27,7 @@ from helpers.forks import PRELOAD
 from helpers.limits import Deadline
 from helpers.shared_gloo import shared
 
+Launch = Callable[..., list[list[Any]]]
 FAULT_TABLE: dict[str, dict[str, str]] = {}  # fault -> "transport world" -> cell
 WORLDS = (1, 2, 3, 4, 7)
 FEW = 4  # ranks that a pool has at first: most modules need no more
@@ -345,6 +348,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def ranks(pool: Ranks, request: pytest.FixtureRequest) -> Ranks:
     pool.transport = request.param
     return pool
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Return a function that runs `trainers/runs/TRAINER.py` on ranks, and returns their results.
+
+    launch(trainer, "1 ARGUMENT", "4 ARGUMENT...", limit=200): in 1 process, and then on 4 ranks.
+    """
+    import torch
+
+    tests = Path(__file__).parent
+
+    def run(trainer: str, *runs: str, limit: float = 200) -> list[list[Any]]:
+        installed = tests.parent / "build" / "trainers" / trainer
+        assert installed.is_dir(), f"run `make build/trainers/{trainer}`, or `make test-trainers`"
+        folder = tmp_path_factory.mktemp(trainer)
+        path = os.pathsep.join(map(str, (installed, tests)))
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # As a module: a script's folder would precede the path, and has files named as the trainers are.
+        command = [sys.executable, "-m", "trainers.ranks", trainer, str(folder), *runs]
+        done = subprocess.run(
+            command, env=environment, cwd=folder, timeout=limit, text=True, capture_output=True
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        return [
+            [torch.load(folder / str(i) / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+            for i, ranks in enumerate(int(each.split()[0]) for each in runs)
+        ]
+
+    return run
 
 
 @pytest.fixture(params=["ordinary", "nontemporal"])
