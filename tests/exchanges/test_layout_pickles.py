@@ -73,15 +73,16 @@ def load_in_workers(rank: int, folder: Path) -> None:
     group = dist.new_group([0, 1])
     layouts = [m.make(group, *given) for m in MAKERS.values() for given in m.examples(2)]
     packed = data.PackedSamples(torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), group)
-    for method in ("forkserver", "spawn"):
-        loader = torch.utils.data.DataLoader(
-            Parts(layouts, packed), batch_size=None, num_workers=1, multiprocessing_context=method
-        )
-        for layout, (text, found, of_samples) in zip(layouts, loader, strict=True):
-            assert text == repr(layout)
-            assert_same(of_samples, packed.shard(torch.arange(8).view(2, 4)))
-            for x, y in zip(found, parts(layout), strict=True):
-                assert_same(x, y, text)
+    # a worker of either kind imports torch: one on each rank
+    method = ("forkserver", "spawn")[rank]
+    loader = torch.utils.data.DataLoader(
+        Parts(layouts, packed), batch_size=None, num_workers=1, multiprocessing_context=method
+    )
+    for layout, (text, found, of_samples) in zip(layouts, loader, strict=True):
+        assert text == repr(layout)
+        assert_same(of_samples, packed.shard(torch.arange(8).view(2, 4)))
+        for x, y in zip(found, parts(layout), strict=True):
+            assert_same(x, y, text)
     zigzag = SequenceLayout.zigzag(11, group)
     sent: list[Any] = [None, None]
     dist.all_gather_object(sent, zigzag)

@@ -156,13 +156,13 @@ def check_compiled(rank: int, world: int, group: Group, name: str) -> None:
         whole = copy.deepcopy(model)
         report = spar.parallelize(model, group)
         compile_each_block(model)
-        for length in (29, 29, 23):
+        for length in (29, 29) if differs else (29, 29, 23):
             for each in (model, whole):
                 each.zero_grad()
             check_equal(model, whole, tokens(length), group, f"{name}, compiled")
         assert not report.eager, report.eager
         kinds = vars(model)["_spar_view"].compiled.kinds.values()
-        assert sum(kind.graphs for kind in kinds) == 2 * (1 + differs)  # two lengths
+        assert sum(kind.graphs for kind in kinds) == 2  # of two lengths, or two kinds of experts
 
 
 @pytest.mark.compiler
