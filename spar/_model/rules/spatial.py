@@ -277,9 +277,9 @@ def _with_listed_rows(call: FunctionCall, part: Part, padding: list[int], result
         "constant": ([range(-front, 0)], [range(size, size + back)]),
         "replicate": ([range(1)] * front, [range(size - 1, size)] * back),
         "reflect": ([range(front, 0, -1)], [range(size - 2, size - 2 - back, -1)]),
-        "circular": ([range(size - front, size)], [range(back)]),
+        "circular": ([rows[len(rows) - front :]], [rows[:back]]),  # what is left goes round
     }
-    most = {"reflect": size - 1, "circular": size}.get(mode, front + back)
+    most = {"reflect": size - 1, "circular": len(rows)}.get(mode, front + back)
     if mode not in around or not rows or max(front, back) > most:
         return None  # torch's own error
     part_of_result, take = listed(part, [*around[mode][0], rows, *around[mode][1]], result)
