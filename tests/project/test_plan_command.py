@@ -173,6 +173,11 @@ def test_memory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         given[4] = str(int(tokens) + more)
         assert main([*given, "--device-memory", "0.5"]) == 0
         assert re.search(rf"fits in .* +\w+ +{fits} +yes", capsys.readouterr().out)
+    fits = set()
+    for given[4] in ("64", "65536"):  # the first has fewer logits than a tile
+        assert main([*given, "--device-memory", "0.5"]) == 0
+        fits |= {*re.findall("tokens that fit.* ([0-9,]+)\n", capsys.readouterr().out)}
+    assert len(fits) == 1
     assert main([*given, "--heads", "4"]) == 2
     assert "--heads is passed with --model" in capsys.readouterr().err
     assert main(["plan", "--tokens", "8", "--model", str(tmp_path)]) == 2

@@ -33,6 +33,7 @@ class Use:
         kept: activations between forward and backward.
         layer: a layer in its backward: what a checkpoint computes again, and gradients.
         logits: this rank's log-softmax, its gradient and that of the logits, in float32; or tiles of them.
+        tiled: what `logits` would be besides if one tile had all tokens; 0 without tiles.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Use:
     kept: int
     layer: int
     logits: int
+    tiled: int
 
     @property
     def fixed(self) -> int:
@@ -58,7 +60,11 @@ class Use:
     def longest(self, tokens: int, device: float) -> int:
         """Return how many tokens fit into a device of so many bytes, in 1,024s, if `tokens` need the peak."""
         free = USABLE * device - self.fixed
-        return max(0, int(free / (self.peak - self.fixed) * tokens) // 1024 * 1024)
+        around = self.peak - self.fixed - max(self.layer, self.logits)
+        rest = self.logits - min(self.tiled, TILES)  # the tiles' bytes grow until there are several
+        of_logits = max(free / (around + rest + self.tiled), (free - TILES) / (around + rest))
+        fits = min(free / (around + self.layer), of_logits)
+        return max(0, int(fits * tokens) // 1024 * 1024)
 
 
 def uses(model: Model, layer: Layer, way: Way, shards: int) -> list[Use]:
@@ -90,7 +96,8 @@ def uses(model: Model, layer: Layer, way: Way, shards: int) -> list[Use]:
             exchanges=SLOT + tokens * exchanged * item,
             kept=kept + tokens * hidden * (norm + item),
             layer=again if checkpoints else gradients,
-            logits=TILES + tokens * hidden * (4 + item) if tiles else logits,
+            logits=min(logits, TILES) + tokens * hidden * (4 + item) if tiles else logits,
+            tiled=logits if tiles else 0,
         )
 
     return [
