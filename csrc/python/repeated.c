@@ -28,8 +28,6 @@ static PyObject *used[USED];
     X(device)                                                                                                \
     X(dtype)                                                                                                 \
     X(group)                                                                                                 \
-    X(is_conj)                                                                                               \
-    X(is_neg)                                                                                                \
     X(kind)                                                                                                  \
     X(name)                                                                                                  \
     X(numel)                                                                                                 \
@@ -74,25 +72,25 @@ static int is_true(PyObject *result)
 
 /* ---- running an exchange again ---- */
 
-/* Whether a tensor has the dtype, and is no view that conjugates or negates; -1 on failure. */
-static int is_plain(PyObject *x, PyObject *dtype, int negates)
+/* Whether a tensor has the dtype, and its values in memory; lazy: methods that say if not. -1 on failure. */
+static int is_plain(PyObject *x, PyObject *dtype, PyObject *lazy)
 {
     PyObject *found = PyObject_GetAttr(x, names.dtype);
     Py_XDECREF(found); /* torch keeps all dtypes */
-    if (!found || found != dtype || !negates)
-        return !found ? -1 : found == dtype;
-    int is = is_true(PyObject_CallMethodObjArgs(x, names.is_neg, NULL));
-    if (is == 0)
-        is = is_true(PyObject_CallMethodObjArgs(x, names.is_conj, NULL));
+    if (!found || found != dtype)
+        return found ? 0 : -1;
+    int is = 0;
+    for (Py_ssize_t i = 0; !is && i < PyTuple_Size(lazy); i++)
+        is = is_true(PyObject_CallMethodObjArgs(x, PyTuple_GetItem(lazy, i), NULL));
     return is < 0 ? -1 : !is;
 }
 
-static int all_are_plain(PyObject *inputs, PyObject *dtype, int negates)
+static int all_are_plain(PyObject *inputs, PyObject *dtype, PyObject *lazy)
 {
     int plain = 1;
     for (Py_ssize_t i = 0; plain > 0 && i < spar_sequence_size(inputs); i++) {
         PyObject *x = Py_NewRef(spar_sequence_item(inputs, i)); /* the list may change meanwhile */
-        plain = is_plain(x, dtype, negates);
+        plain = is_plain(x, dtype, lazy);
         Py_DECREF(x);
     }
     return plain;
@@ -111,7 +109,7 @@ static PyObject *with_rows(PyObject *inputs)
     return rows;
 }
 
-/* Runs a prepared exchange: (core, dtype, device, whether the core scales, whether views may negate). */
+/* Runs a prepared exchange: (core, dtype, device, whether the core scales, `ItemType.lazy`). */
 static PyObject *run_prepared(PyObject *exchange, PyObject *prepared, PyObject *inputs)
 {
     static PyObject *zero;
@@ -151,9 +149,7 @@ static PyObject *run_again(PyObject *exchange, PyObject *inputs)
         return prepared;
     PyObject *outputs = NULL, *kind = PyObject_GetAttr(exchange, names.kind), *rows = NULL;
     /* The core knows DLPack's names of dtypes, which some share, such as int2 and int3. */
-    int plain = kind ? all_are_plain(inputs, PyTuple_GetItem(prepared, 1),
-                                     PyObject_IsTrue(PyTuple_GetItem(prepared, 4)))
-                     : -1;
+    int plain = kind ? all_are_plain(inputs, PyTuple_GetItem(prepared, 1), PyTuple_GetItem(prepared, 4)) : -1;
     if (plain == 0) {
         outputs = Py_NewRef(Py_None);
     } else if (plain > 0 && PyLong_AsLong(kind) == SUM) {

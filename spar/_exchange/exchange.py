@@ -28,6 +28,7 @@ from .._transports.dtypes import (
     add_rows,
     apply_scale,
     copy_items,
+    resolved,
 )
 from .dispatch import (
     call_of,
@@ -99,7 +100,7 @@ class Exchange:
         note: other arguments of the operation that must be equal on all ranks, in words.
         then: handles of the groups whose next exchange depends on this one.
         prepared: what the C core knows of it for tensors of a dtype on a device; these two; the core's code
-            of the dtype, by which it scales; whether views may negate; the listed rows. Of the newest; None
+            of the dtype, by which it scales; `ItemType.lazy`; the listed rows. Of the newest; None
             before it runs.
         selections: the same of a selection, by a tensor's layouts and dtype.
     """
@@ -125,7 +126,7 @@ class Exchange:
         self.is_local = args[0][1] == -1
         self.scale, self.grad_scale, self.note = scale, grad_scale, note
         self.gradient = _GRADIENTS[kind] if records else gradient
-        self.prepared: tuple[_C.Exchange, torch.dtype, str, int, bool, Listed] | None = None
+        self.prepared: tuple[_C.Exchange, torch.dtype, str, int, tuple[str, ...], Listed] | None = None
         self.selections: dict[tuple[Args, torch.dtype], _C.Exchange] = {}
         self.then: tuple[int, ...] = ()
         self._transposed: Exchange | None = None
@@ -245,7 +246,7 @@ class Exchange:
             return [x[0] for x in made] if self.kind == SUM else made
         prepared = self.prepared
         if prepared is None or prepared[1] is not dtype or prepared[2] != device or prepared[5] is not listed:
-            size, kind, sums, negates = ITEM_TYPES[dtype]
+            size, kind, sums, lazy = ITEM_TYPES[dtype]
             factor, divide = self.scale
             text = f" of {dtype} on {device}"
             text += f" {'/' if divide else '*'} {factor:.17g}" if factor != 1.0 else ""
@@ -253,12 +254,12 @@ class Exchange:
             text += f", {self.note}" if self.note else ""
             codes = kind, divide, factor, sums if self.kind == SUM else 0
             core = _C.Exchange(self.name, text, group.world, group.rank, size, self.args, *codes, listed)
-            self.prepared = prepared = core, dtype, device, kind, negates, listed
-        core, _, _, kind, negates, _ = prepared
+            self.prepared = prepared = core, dtype, device, kind, lazy, listed
+        core, _, _, kind, lazy, _ = prepared
         # Torch is asked only where it matters, because it releases the GIL.
-        for x in inputs if negates else ():
-            if x.is_neg() or x.is_conj():
-                inputs = [x.resolve_conj().resolve_neg() for x in inputs]
+        for x in inputs if lazy else ():
+            if any(getattr(x, name)() for name in lazy):
+                inputs = [resolved(x) for x in inputs]
                 break
         outputs: list[Any] = group.exchange(self.name, device, core, inputs, outs, forward, False, queued)
         return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
@@ -272,10 +273,10 @@ class Exchange:
                 return part
             if not is_cpu:
                 return scaled(part, factor, divide)
-        size, code, _, negates = ITEM_TYPES[x.dtype]
+        size, code, _, lazy = ITEM_TYPES[x.dtype]
         # Torch is asked only where it matters, because it releases the GIL.
-        if negates:
-            x = x.resolve_conj().resolve_neg()
+        if lazy:
+            x = resolved(x)
         if not is_cpu:
             index = listed_index(args[2:], group.world, group.rank).to(x.device)
             return scaled(x.index_select(args[2], index), factor, divide)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._transports.dtypes import copy_items
+from .._transports.dtypes import copy_items, resolved
 from .arguments import Arguments
 from .exchange import Exchange, Tensors
 from .observers import have_tangents, is_any_traced, must_record
@@ -27,7 +27,7 @@ def write_to(
             if torch.compiler.is_compiling():
                 target.copy_(result)
             else:
-                copy_items(target, result.resolve_conj().resolve_neg().contiguous())
+                copy_items(target, resolved(result).contiguous())
         return outs
     exchange.run(inputs, 0, outs, False)
     note_write(outs)

@@ -25,26 +25,35 @@ class ItemType(NamedTuple):
     Attributes:
         size: bytes of an item.
         scale, sums: its entries of SCALE_TYPES and SUM_TYPES; 0: none.
-        negates: whether a tensor of it may be a view that conjugates, or that negates: the imaginary part of
-            one that conjugates. torch's private `_neg_view` can negate others, too; it is not supported.
+        lazy: the methods that say whether a tensor of it has other values than its memory: a view that
+            conjugates, one that negates (the imaginary part of one that conjugates), and zeros without
+            memory, which torch makes for gradients. torch's private `_neg_view` can negate tensors of other
+            dtypes, too; it is not supported.
     """
 
     size: int
     scale: int
     sums: int
-    negates: bool
+    lazy: tuple[str, ...]
 
 
 _DTYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _COMPLEX = {dtype for dtype in _DTYPES if dtype.is_complex}
 _NEGATED = _COMPLEX | {dtype.to_real() for dtype in _COMPLEX}
+
+
+def _lazy(dtype: torch.dtype) -> tuple[str, ...]:
+    names = ("is_conj",) * (dtype in _COMPLEX) + ("is_neg",) * (dtype in _NEGATED)
+    return (*names, "_is_zerotensor") if dtype.is_floating_point or dtype.is_complex else ()
+
+
 # one look-up takes a third of asking torch and the tables above
 ITEM_TYPES: dict[torch.dtype, ItemType] = {
     dtype: ItemType(
         dtype.itemsize,
         SCALE_TYPES.get(dtype, 0),
         SUM_TYPES.get(dtype, 0),
-        dtype in _NEGATED,
+        _lazy(dtype),
     )
     for dtype in _DTYPES
 }
@@ -56,6 +65,12 @@ def apply_scale(output: torch.Tensor, factor: float, divide: bool) -> None:
     """output * factor or output / factor, never the product with the reciprocal: it rounds otherwise."""
     if factor != 1.0:
         output.div_(factor) if divide else output.mul_(factor)
+
+
+def resolved(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its values in memory: x, if it has them there."""
+    x = x.resolve_conj().resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
 
 
 def copy_items(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -186,6 +186,9 @@ def check_lazy_views(rank: int, world: int, group: Group) -> None:
         "neg": (own.conj().imag, whole.conj().imag),
         "conj of a transposed": (strided(own, "transposed").conj(), whole.conj()),
     }
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):  # zeros without memory
+        zeros = torch._efficientzerotensor(own.shape, dtype=dtype)
+        views[f"zeros of {dtype}"] = zeros, torch.zeros(whole.shape, dtype=dtype)
     for name, (x, all_of_it) in views.items():
         y = spar.all_to_all(x, group, 2, 1, 8)
         assert_same(y, part(all_of_it, rule(5, world), 2, rank), name)
@@ -195,6 +198,11 @@ def check_lazy_views(rank: int, world: int, group: Group) -> None:
     expanded = part(cells((3, 8, 1), torch.float32), rule(8, world), 1, rank).expand(-1, -1, 5)
     y = spar.all_to_all(expanded, group, 2, 1, 8)
     assert_same(y, cells((3, 8, 1), torch.float32).expand(3, 8, len(range(rank, 5, world))))
+    x = own.real.clone().requires_grad_()
+    size = spar.all_to_all(x, group, 2, 1, 8).abs().sum()
+    (sign,) = torch.autograd.grad(size, x, create_graph=True)
+    sign.sum().backward()  # the derivative of a sign is such zeros
+    assert_same(x.grad, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
