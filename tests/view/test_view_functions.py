@@ -8,6 +8,7 @@ import functools
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import BuiltinFunctionType
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from spar import cal_split_sizes, parallelize
-from spar._model.call import Plan, Step, rule_of
-from spar._model.functions import function_of
+from spar._model.call import RULES, Plan, Step, rule_of
+from spar._model.functions import function_of, name_of
 from spar._model.part import Parts, part_of
 from spar._model.planning import MEMORY
 from spar._model.view import View
@@ -51,6 +52,19 @@ def test_arguments_are_bound_by_the_names_of_torch(
     function: Any, args: Any, kwargs: dict[str, Any], bound: Any
 ) -> None:
     assert function_of(function).bind(args, kwargs) == bound
+
+
+def test_rules_have_the_names_that_functions_of_torch_have() -> None:
+    """F.logsigmoid is called log_sigmoid, for example: a rule of another name would never be asked."""
+    spaces = (torch, torch.Tensor, F, torch._C._nn, torch.special, torch.fft, torch.linalg)
+    found = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    found -= {name for name in dir(F) if isinstance(getattr(F, name), BuiltinFunctionType)}
+    for space in spaces:
+        for name in dir(space):
+            value = getattr(space, name, None)
+            found.add(name_of(value) if callable(value) else f"get_{name}")
+    # Names of classes of attributes, of a setter, and of an attribute that newer torch lacks.
+    assert set(RULES) - found <= {"get_is_*", "set_requires_grad", "get_names"}
 
 
 def test_calls_with_other_names_are_bound_when_they_run_again() -> None:

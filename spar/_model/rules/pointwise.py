@@ -19,10 +19,10 @@ ipu get_data detach detach_ alias clone contiguous zeros_like ones_like empty_li
 get_imag real imag conj resolve_conj resolve_neg conj_physical view_as_real view_as_complex angle
 """
 _UNARY = """
-abs absolute __abs__ neg negative __neg__ positive __pos__ exp exp2 expm1 log log1p log2 log10 sqrt rsqrt
+abs absolute neg negative positive exp exp2 expm1 log log1p log2 log10 sqrt rsqrt
 square reciprocal sin cos tan asin acos sinh cosh tanh atan asinh acosh atanh sinc sigmoid sign sgn floor
 ceil round trunc frac erf erfc erfinv lgamma digamma deg2rad rad2deg silu relu relu6 gelu mish elu selu celu
-softplus softsign hardswish hardsigmoid hardtanh leaky_relu logsigmoid tanhshrink softshrink hardshrink
+softplus softsign hardswish hardsigmoid hardtanh leaky_relu log_sigmoid tanhshrink softshrink hardshrink
 threshold nan_to_num logit logical_not bitwise_not __invert__ isnan isinf isfinite isposinf isneginf signbit
 i0 silu_ relu_ gelu_ exp_ zero_ neg_ sigmoid_ tanh_ clamp_ clamp_min_ clamp_max_ fill_ abs_ sqrt_ rsqrt_
 square_ reciprocal_ sin_ cos_ log_ round_ floor_ ceil_ trunc_ elu_ leaky_relu_ hardtanh_ nan_to_num_
@@ -37,9 +37,9 @@ add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
 maximum minimum fmax fmin atan2 hypot where masked_fill clamp clip clamp_min clamp_max lerp addcmul addcdiv
 copysign xlogy complex polar isclose eq ne lt le gt ge greater greater_equal less less_equal not_equal
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __add__ __radd__ __sub__ __rsub__
-__mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __rfloordiv__ __mod__ __rmod__
-__pow__ __rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
-__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__ __ixor__ add_ sub_ mul_ div_ pow_
+__mul__ __rmul__ __truediv__ __rdiv__ __div__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+__rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__
+__iadd__ __isub__ __imul__ __idiv__ __iand__ __ior__ __ixor__ add_ sub_ mul_ div_ pow_
 masked_fill_ copy_ lerp_ addcmul_ addcdiv_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_
 """
 
