@@ -47,7 +47,11 @@ def scaled_dot_product_attention(call: FunctionCall) -> Plan | None:
     part, dims = part_of(q), q.dim()
     if part is None:
         keys = part_of(asked.key)
-        if keys is None or keys.dim != dims - 2 or asked.key.dim() != dims:
+        if keys is None or asked.key.dim() != dims:
+            return None
+        if keys.dim < dims - 2:
+            return _of_samples(call, asked, keys)
+        if keys.dim > dims - 2:
             return None
         part = call.parts.part(dims - 2, (q.size(-2),))  # shards few queries rather than gathers many keys
     if part.dim < dims - 2:
