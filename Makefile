@@ -25,18 +25,17 @@ BUILT_FROM := $(shell find csrc) setup.py pyproject.toml spar/_version.py
 C_FILES = $(shell find benchmarks csrc fuzz tests -name '*.[ch]')
 
 .PHONY: help demo bench bench-attention bench-mpi bench-hosts figures bring-up-kit soak test test-benchmarks test-compile test-core \
-	test-library test-models test-trainers test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
+	test-models test-trainers test-newest models-table test-platforms check test-asan fuzz lint format docs docs-check build wheels smoke ci clean gone
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train a small model sharded and in one process; draw demo.png (LAYOUT=plain, hybrid, packed; RANKS=)'
 	@echo 'make check   lint and the quick tests (under a minute)'
 	@echo 'make smoke   run spar check: every operation on two ranks'
-	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ARGS= goes to pytest)'
+	@echo 'make test    run the tests of the library, 3 at a time (WORKERS=3; ALL=1: also the next three; ARGS= goes to pytest)'
 	@echo 'make test-benchmarks  run the tests of bench and of benchmarks/ (ARGS= goes to pytest)'
 	@echo 'make test-compile  run the tests that torch.compile takes seconds in (ARGS= goes to pytest)'
 	@echo 'make test-core  run the tests in C by clang and under sanitizers (ARGS= goes to pytest)'
-	@echo 'make test-library  run the tests of all targets above in one run (ARGS= goes to pytest)'
 	@echo 'make test-models  run the tests with transformers and diffusers, which it installs (ARGS= goes to pytest)'
 	@echo 'make test-trainers  run the tests with other trainers, each in build/trainers (ARGS= goes to pytest)'
 	@echo 'make test-newest  run the tests with the newest torch that pip offers, with CUDA, in build/newest (NEWEST=, ARGS=)'
@@ -104,8 +103,21 @@ soak: build .venv/.test
 	@SOAK_GROUPS=$(GROUPS_CLOSED) SOAK_EXITS=$(JOBS_ENDED) $(BIN)/pytest -n $(WORKERS) -q \
 	tests/faults/test_many_groups.py tests/faults/test_process.py -k 'groups_do_not_leak or exit_waits_for_threads'
 
+# With clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
+BUILDS := clang address thread
+ARCHITECTURES := 75 80 90 100 120
+
+# All in one run: workers import and collect once, and what computes runs beside what waits. By folders, as `tests`
+# leaves out tests/benchmarks, also where both are named.
+ifdef ALL
+test: export CORE_BUILDS := plain $(BUILDS)
+test: export CUDA_ARCHITECTURES := $(ARCHITECTURES)
+TESTS := $(filter-out $(addprefix tests/,models/ platforms/ site/ trainers/),$(wildcard tests/[a-z]*/))
+else
+TESTS := -m 'not compiler'
+endif
 test: build .venv/.test
-	@$(BIN)/pytest -n $(WORKERS) -m 'not compiler' $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) $(TESTS) $(ARGS)
 
 # All modules are collected: tests with this mark are in many.
 test-compile: build .venv/.test
@@ -114,19 +126,9 @@ test-compile: build .venv/.test
 test-benchmarks: build .venv/.test
 	@$(BIN)/pytest -n $(WORKERS) tests/benchmarks $(ARGS)
 
-# With clang and under sanitizers, and the kernels for every architecture; make test has one build of each.
-BUILDS := clang address thread
-ARCHITECTURES := 75 80 90 100 120
 test-core: build .venv/.test
 	@CORE_BUILDS='$(BUILDS)' CUDA_ARCHITECTURES='$(ARCHITECTURES)' \
 	$(BIN)/pytest -n $(WORKERS) tests/core/test_core.py tests/gpu/test_cuda_libraries.py $(ARGS)
-
-# The tests of test, test-compile, test-core and test-benchmarks: workers import and collect once, and what computes
-# runs beside what waits. By folders, as `tests` leaves out tests/benchmarks, also where both are named.
-OTHERS := $(addprefix tests/,models/ platforms/ site/ trainers/)
-test-library: build .venv/.test
-	@CORE_BUILDS='plain $(BUILDS)' CUDA_ARCHITECTURES='$(ARCHITECTURES)' \
-	$(BIN)/pytest -n $(WORKERS) $(filter-out $(OTHERS),$(wildcard tests/[a-z]*/)) $(ARGS)
 
 test-models: build .venv/.test .venv/.models
 	@$(BIN)/pytest -n $(WORKERS) tests/models $(ARGS)
