@@ -257,10 +257,12 @@ class Exchange:
             self.prepared = prepared = core, dtype, device, kind, lazy, listed
         core, _, _, kind, lazy, _ = prepared
         # Torch is asked only where it matters, because it releases the GIL.
+        is_any_lazy = False
         for x in inputs if lazy else ():
-            if any(getattr(x, name)() for name in lazy):
-                inputs = [resolved(x) for x in inputs]
-                break
+            for name in lazy:
+                is_any_lazy = is_any_lazy or getattr(x, name)()
+        if is_any_lazy:
+            inputs = [resolved(x) for x in inputs]
         outputs: list[Any] = group.exchange(self.name, device, core, inputs, outs, forward, False, queued)
         return outputs if outs is None and kind else self._finish(outputs, outs, dtype)
 

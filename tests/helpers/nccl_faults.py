@@ -352,8 +352,8 @@ def check_own_failure(rank: int, world: int, group: dist.ProcessGroup) -> None:
     if rank == 0:
         x: Any = SimpleNamespace(
             is_cpu=False,
-            is_conj=lambda: False,
             is_neg=lambda: False,
+            _is_zerotensor=lambda: False,
             device=DEVICE,
             dtype=torch.float32,
             shape=(2,),
