@@ -326,13 +326,15 @@ def _attend(request: Request, groups: tuple[Any, Any] | None = None) -> Any:
         if isinstance(q, torch.Tensor) and not q.is_meta:  # meta tensors have no autocast
             device = "cpu" if q.is_cpu else q.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-        def decide() -> Attention:
+        key = found = None
+        if isinstance(group, Group) and not torch.compiler.is_compiling():
+            key = key_of(request, dtype, groups)
+            found = None if key is None else group.exchanges.get(key)
+        if found is None:
             with Arguments("attention", q, group, "q", 0) as checks:
-                return _decided(checks, request, dtype, groups)
-
-        key = None if torch.compiler.is_compiling() else key_of(request, dtype, groups)
-        found = decide() if key is None else group.remember(key, decide)
+                found = _decided(checks, request, dtype, groups)
+            if isinstance(group, Group) and key is not None:
+                group.exchanges[key] = found
         call.exchanges = found.exchanges
         if not torch.compiler.is_compiling() and (note := noted.get()) is not None:
             note(found.choice)
