@@ -73,7 +73,8 @@ def run_whole(
         copied: returns what the function gets for a part, or the part itself; by default its whole.
 
     Raises:
-        RuntimeError: the function changes the shape of an argument, or one of two that share memory.
+        RuntimeError: the function changes the shape of an argument; or one of two that share memory, and is
+            none of torch: those read all arguments before they write one.
     """
     gradients = WholeGradients(parts)
     gather = copied or (parts.gather if is_torch else gradients.gather)
@@ -88,7 +89,7 @@ def run_whole(
     known = {id(x) for x in writes}
     written = [a for a in arguments.values() if version_of(a.given) != a.version or id(a.own) in known]
     of_parts = [a for a in arguments.values() if a.is_part]
-    _check(parts, name, written, arguments.values())
+    _check(parts, name, written, () if is_torch else arguments.values())
     if not is_torch:
         gradients.average([*tensors_in(out), *[a.given for a in written if a.is_recorded]])
         _keep_uncounted([a for a in of_parts if a not in written])
@@ -109,6 +110,8 @@ def _gathered(gather: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check(parts: Parts, name: str, written: Sequence[_Argument], arguments: Iterable[_Argument]) -> None:
+    """Raise if a shape has changed, or an argument that the function may have read by another one."""
+
     def where() -> str:
         return f"{name} at {place_of_caller()} on rank {parts.rank} of {parts.world}"
 

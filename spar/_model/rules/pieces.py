@@ -16,7 +16,7 @@ from ..call import FunctionCall, Plan, are_ints, moves_to, part_rule, rule
 from ..dtensors import is_distributed
 from ..moving import cut, within
 from ..part import Part, part_of, whole_shape
-from .rows import index_of_rows, rows, set_rows
+from .rows import index_of_rows, moves_of_value, rows, set_rows
 from .windows import format_of, listed, separate
 
 
@@ -136,9 +136,13 @@ def _row(part: Part, index: Any) -> range | None:
 
 
 def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] | None:
-    """Return a basic index of the part, and the part of its result; None if it needs the whole."""
+    """Return an index of the part, and the part of its result; None if it needs the whole.
+
+    It is basic, or has one list of places, in another dim than the part's.
+    """
     entries = index if isinstance(index, tuple) else (index,)
-    if not all(map(_is_basic, entries)):
+    lists = sum(map(_is_list, entries))
+    if lists > 1 or lists + sum(map(_is_basic, entries)) < len(entries):
         return None
     if all(entry is not Ellipsis for entry in entries):
         entries = (*entries, Ellipsis)
@@ -168,7 +172,7 @@ def indexed(x: Tensor, part: Part, index: Any) -> tuple[tuple[Any, ...], Part] |
             if dim == part.dim:
                 return None
             local.append(entry)
-            dim += 1
+            dim, at = dim + 1, at + _is_list(entry)
     return None if result is None else (tuple(local), result)
 
 
@@ -178,6 +182,13 @@ def _is_basic(entry: Any) -> bool:
         return not _has_tensor(entry)
     is_int = isinstance(entry, Integral) and not isinstance(entry, bool)
     return entry is None or entry is Ellipsis or is_int
+
+
+def _is_list(entry: Any) -> bool:
+    """Whether an entry of an index is a list of places; one of bools is a mask."""
+    if not isinstance(entry, (list, tuple)) or not entry:
+        return False
+    return all(isinstance(place, int) and not isinstance(place, bool) for place in entry)
 
 
 def _has_tensor(entry: Any) -> bool:
@@ -249,20 +260,8 @@ def setitem(call: FunctionCall) -> Plan | None:
     if found is None:
         return set_rows(call)
     index, target = found
-    value = call.args[2]
-    moves: tuple[tuple[int, Part | None], ...] = ()
-    if isinstance(value, Tensor):
-        dims = len(x[index].shape)
-        dim = target.dim - dims + value.dim()
-        if dim < 0:
-            moves = moves_to(call, [(value, None)])
-        elif part_of(value) is not target.at(dim):
-            size = whole_shape(value)[dim]
-            if size == target.whole:
-                moves = moves_to(call, [(value, target.at(dim))])
-            elif size != 1 or part_of(value) is not None:
-                return None
-    return Plan(moves=moves, replaced=((1, index),))
+    moves = moves_of_value(call, target, len(x[index].shape))
+    return None if moves is None else Plan(moves=moves, replaced=((1, index),))
 
 
 @rule("cat concat concatenate stack vstack row_stack", uneven=True)

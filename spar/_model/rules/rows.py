@@ -65,9 +65,13 @@ def rows(call: FunctionCall, dim: int, index: Tensor) -> Plan | None:
 
 def _of_other_dim(call: FunctionCall, part: Part, dim: int, index: Tensor) -> Plan:
     """Take from each rank's tokens what a whole index says; it may be a mask, whose size says nothing."""
-    function, moves = call.function, moves_to(call, [(index, None)])
-    result = part.at(part.dim + (index.dim() - 1 if dim < part.dim else 0))
+    function, moves, result = call.function, moves_to(call, [(index, None)]), _at_other_dim(part, dim, index)
     return Plan(moves=moves, run=lambda *args, **kwargs: mark(function(*args, **kwargs), result))
+
+
+def _at_other_dim(part: Part, dim: int, index: Tensor) -> Part:
+    """Return the part of what an index of another dim takes."""
+    return part.at(part.dim + (index.dim() - 1 if dim < part.dim else 0))
 
 
 def _places(parts: Parts, index: Tensor) -> Tensor:
@@ -122,10 +126,36 @@ def one_of_equal(index: Tensor, dim: int) -> Tensor:
     return index
 
 
+def moves_of_value(call: FunctionCall, target: Part, dims: int) -> tuple[tuple[int, Part | None], ...] | None:
+    """Return the moves of what is written to an index of so many dims, whose part is the target.
+
+    None if it has another size than the target.
+    """
+    value = call.args[2]
+    if not isinstance(value, Tensor):
+        return ()
+    dim = target.dim - dims + value.dim()
+    if dim < 0:
+        return moves_to(call, [(value, None)])
+    if part_of(value) is target.at(dim):
+        return ()
+    size = whole_shape(value)[dim]
+    if size == target.whole:
+        return moves_to(call, [(value, target.at(dim))])
+    return () if size == 1 and part_of(value) is None else None
+
+
 def set_rows(call: FunctionCall) -> Plan | None:
-    """Change the rows of a mask: each rank those of its part."""
+    """Change the rows of a mask or an index: each rank those of its part."""
     part, found = call.part, index_of_rows(call.args[1])
-    if part is None or found is None or found[0] != 0 or part.dim != 0 or found[1].dim() != 1:
+    if part is None or found is None:
+        return None
+    dim, index = found
+    if dim != part.dim:
+        target = _at_other_dim(part, dim, index)
+        moves = moves_of_value(call, target, call.input.dim() + index.dim() - 1)
+        return None if moves is None else Plan(moves=(*moves_to(call, [(index, None)]), *moves))
+    if dim != 0 or index.dim() != 1:
         return None
     parts = part.parts
 
