@@ -73,8 +73,8 @@ def run_whole(
         copied: returns what the function gets for a part, or the part itself; by default its whole.
 
     Raises:
-        RuntimeError: the function changes the shape of an argument; or one of two that share memory, and is
-            none of torch: those read all arguments before they write one.
+        RuntimeError: the function changes the shape of an argument; or one of two that share memory, but for
+            functions of torch, which read arguments before they write one: those may not change both.
     """
     gradients = WholeGradients(parts)
     gather = copied or (parts.gather if is_torch else gradients.gather)
@@ -89,7 +89,7 @@ def run_whole(
     known = {id(x) for x in writes}
     written = [a for a in arguments.values() if version_of(a.given) != a.version or id(a.own) in known]
     of_parts = [a for a in arguments.values() if a.is_part]
-    _check(parts, name, written, () if is_torch else arguments.values())
+    _check(parts, name, written, written if is_torch else arguments.values())
     if not is_torch:
         gradients.average([*tensors_in(out), *[a.given for a in written if a.is_recorded]])
         _keep_uncounted([a for a in of_parts if a not in written])

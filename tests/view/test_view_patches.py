@@ -156,6 +156,9 @@ def check_writes(rank: int, world: int, group: dist.ProcessGroup) -> None:
     refused: dict[str, Callable[[Tensor], Any]] = {
         "that was changed in place through another one": lambda z: Same.apply(z.detach()).add_(1),  # type: ignore[no-untyped-call]
         "tensors that share memory, of shapes": lambda z: Accumulate.apply(z, z.detach()),  # type: ignore[no-untyped-call]
+        "_foreach_mul_ at .* changes one of two tensors": lambda z: torch._foreach_mul_(
+            [z.detach(), z.detach()], 2
+        ),
         "Held at .* has a sharded tensor otherwise than by an argument": (
             lambda z: Held.apply(z, SimpleNamespace(tensor=z * 1))  # type: ignore[no-untyped-call]
         ),
