@@ -17,6 +17,8 @@
 
 enum { AT_ONCE = 6, CTAS = 3 };
 
+static const uint32_t MANY = 1u << 31; /* rounds without a direct call: far from its first offer */
+
 static const spar_scale UNSCALED = {SPAR_UNSCALED, 0, 1};
 
 typedef struct {
@@ -219,6 +221,7 @@ static void *run(void *argument)
     CUstream stream;
     EXPECT(!spar_cuda_enter(0, &before));
     spar_push_state *push = open_rank(m->group, m->rank);
+    ((spar_kernel_sync *)reached(push->sync))->rounds = MANY;
     EXPECT(spar_cu.StreamCreate(&stream, SPAR_CU_STREAM_NON_BLOCKING) == 0);
     EXPECT(!spar_push_check(push, 7, &never, NULL));
     pool memory = make_pool(push, stream);
@@ -400,6 +403,8 @@ int test_push(int argc, char **argv)
     test_bad_offer(1);
     test_first_exchange();
     make_group(&g, atoi(argv[1]), atoi(argv[2]), atoi(argv[3]));
+    for (int i = 0; i < g.world * SPAR_KERNEL_RANKS; i++)
+        words_of(&g, i / SPAR_KERNEL_RANKS)[i % SPAR_KERNEL_RANKS] = MANY; /* all have signalled them */
     for (int rank = 0; rank < g.world; rank++) {
         members[rank] = (member){&g, rank};
         EXPECT(!pthread_create(&threads[rank], NULL, run, &members[rank]));

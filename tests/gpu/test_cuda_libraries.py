@@ -255,13 +255,13 @@ def factors(rows: str, width: int) -> Sequence[str]:
 
 
 # What orders memory in a kernel, a letter each: a barrier, one with a vote, a count, a release, a poll, an
-# acquire, and the count of rounds.
+# acquire, and a count of rounds or offers.
 STEPS = re.compile(
     r"(bar\.sync)|(bar\.red\.or\.pred)|(atom\.acq_rel\.gpu\.global\.inc\.u32)|(st\.release\.sys\.global\.u32)"
     r"|(ld\.relaxed\.sys\.global\.u32)|(ld\.acquire\.sys\.global\.u32)|(st\.global\.u32)"
 )
 POLLS = "[LAS]*LA[LAS]*R"  # and reads what it found once more
-OFFERS = "S" + POLLS
+OFFERS = "S" + POLLS + "W"
 SIGNALS = "bCRS"  # behind the copies of all CTAs
 WAITS = POLLS + "Wb"
 MARKS = "bCRS+"  # or an early end, behind what all CTAs read

@@ -147,7 +147,10 @@ static bool begin_round(const spar_kernel_copy *c, unsigned from)
     if (!(c->mode & SPAR_KERNEL_OFFERS))
         return true;
     all_threads(from, [&] { return offer(*c), 0; });
-    return !all_threads(from, [&] { return await_offers(*c); });
+    if (all_threads(from, [&] { return await_offers(*c); }))
+        return false;
+    all_threads(from, [&] { return end_offers(*c), 0; });
+    return true;
 }
 
 static bool pass_on(const spar_kernel_copy *c, unsigned from)
@@ -156,7 +159,7 @@ static bool pass_on(const spar_kernel_copy *c, unsigned from)
         all_threads(from, [&] { return signal(*c), 0; });
     if (!(c->mode & SPAR_KERNEL_WAITS))
         return true;
-    if (all_threads(from, [&] { return await_peers(*c, c->sync->mine, c->rounds); }))
+    if (all_threads(from, [&] { return await_signals(*c); }))
         return false;
     all_threads(from, [&] { return end_rounds(*c), 0; });
     return true;

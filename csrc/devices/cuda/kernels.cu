@@ -54,11 +54,12 @@ typedef struct {
 typedef struct {
     unsigned rounds; /* that have ended: all peers have signalled them */
     unsigned failed; /* a wait ended early: no round follows */
-    unsigned ctas, unused; /* of a launch, those that have ended */
+    unsigned ctas; /* of a launch, those that have ended; 0 when all have */
+    unsigned offered; /* for how many direct calls offers were made, and have come */
     unsigned world, rank;
     unsigned long long half; /* from a slot's first half to its second one, in bytes */
     unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
-    const unsigned *mine; /* [2][RANKS] how many rounds each peer has signalled; the one it has offered for */
+    const unsigned *mine; /* [2][RANKS] how many rounds each peer has signalled; for how many calls it offered */
     unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank; the second one at RANKS */
     const unsigned *places; /* [world][TENSORS] each peer's offer: from its slot's first half, in 16 bytes */
     unsigned *offers[SPAR_KERNEL_RANKS]; /* where each peer reads that of this rank */

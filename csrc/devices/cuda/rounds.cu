@@ -4,8 +4,8 @@
  * A launch with `sync` is part of a round between ranks that write to each other's slots. In a round a rank
  * copies into the peers' slots, after which the last CTA signals each peer; then one CTA waits for every
  * peer's signal, which ends the round. What came is copied out of this rank's slot beside what the next
- * round sends, before its signal. A small call is one launch of one CTA; else waiting is a launch of its
- * own, so that CTAs that wait hold no SMs. The number of rounds is in device memory, so that a graph can be
+ * round sends, before its signal; what the last one brought, behind its wait. A small round is one launch of
+ * one CTA; else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of rounds is in device memory, so that a graph can be
  * replayed, and selects one of a slot's two halves. A rank begins a round when all peers have signalled the
  * one before, which they did after they had emptied what this round overwrites. So there is no signal for an
  * emptied slot, and sending waits for nothing.
@@ -74,7 +74,7 @@ __device__ __forceinline__ void offer(const spar_kernel_copy &c)
     _Pragma("unroll 1")
     for (unsigned t = 0; t < c.tensors; t++)
         places[t] = c.offer[t];
-    store_release(s.theirs[threadIdx.x] + SPAR_KERNEL_RANKS, s.rounds + 1);
+    store_release(s.theirs[threadIdx.x] + SPAR_KERNEL_RANKS, s.offered + 1);
 }
 
 /* Whether a peer offered memory that is not in its slot. */
@@ -92,18 +92,16 @@ __device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
     return int(bad);
 }
 
-/* Waits until the peers' words from `words` on are of so many more rounds; returns whether the wait has ended
- * early. */
-__device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words, unsigned rounds)
+/* Waits until the peers' words from `words` on are `number` or newer; returns whether that has ended early. */
+__device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words, unsigned number)
 {
     spar_kernel_sync &s = *c.sync;
-    const unsigned round = s.rounds + rounds;
     const unsigned *word = words + threadIdx.x;
     if (threadIdx.x >= s.world || threadIdx.x == s.rank)
         return 0;
     const unsigned long long begin = now_ns();
     _Pragma("unroll 1")
-    for (unsigned polls = 1; int(load_relaxed(word) - round) < 0; polls++) {
+    for (unsigned polls = 1; int(load_relaxed(word) - number) < 0; polls++) {
         pause();
         if (polls % 64) /* the host's memory is far */
             continue;
@@ -121,9 +119,20 @@ __device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsi
 
 __device__ __forceinline__ int await_offers(const spar_kernel_copy &c)
 {
-    if (await_peers(c, c.sync->mine + SPAR_KERNEL_RANKS, 1))
+    if (await_peers(c, c.sync->mine + SPAR_KERNEL_RANKS, c.sync->offered + 1))
         return 1;
     return threadIdx.x < c.sync->world && threadIdx.x != c.sync->rank && is_bad(c);
+}
+
+__device__ __forceinline__ void end_offers(const spar_kernel_copy &c)
+{
+    if (threadIdx.x == 0)
+        c.sync->offered++;
+}
+
+__device__ __forceinline__ int await_signals(const spar_kernel_copy &c)
+{
+    return await_peers(c, c.sync->mine, c.sync->rounds + c.rounds);
 }
 
 /* After a CTA's copies: whether it is the last one of its launch to be here. */
@@ -163,7 +172,10 @@ __device__ __forceinline__ bool begin_round(const spar_kernel_copy &c)
     if (!(c.mode & SPAR_KERNEL_OFFERS))
         return true;
     offer(c);
-    return !__syncthreads_or(await_offers(c));
+    if (__syncthreads_or(await_offers(c)))
+        return false;
+    end_offers(c);
+    return true;
 }
 
 __device__ __forceinline__ bool pass_on(const spar_kernel_copy &c)
@@ -175,7 +187,7 @@ __device__ __forceinline__ bool pass_on(const spar_kernel_copy &c)
     }
     if (!(c.mode & SPAR_KERNEL_WAITS))
         return true;
-    if (__syncthreads_or(await_peers(c, c.sync->mine, c.rounds)))
+    if (__syncthreads_or(await_signals(c)))
         return false;
     end_rounds(c);
     __syncthreads();
