@@ -185,7 +185,7 @@ spar_status spar_cuda_copy_round(const spar_plan *plan, const void *const *input
                                  void *stream)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    enum { SIGNALS = SPAR_KERNEL_SIGNALS, WAITS = SPAR_KERNEL_WAITS };
+    enum { SIGNALS = SPAR_KERNEL_SIGNALS, WAITS = SPAR_KERNEL_WAITS, WIDEST = 16 };
     const spar_span *beside = r->spans + r->sent, *behind = beside + r->beside;
     copy c = {.scale = scale,
               .stream = stream,
@@ -198,10 +198,11 @@ spar_status spar_cuda_copy_round(const spar_plan *plan, const void *const *input
     spar_launches_begin(&launches, launch, &c);
     if (r->offers)
         SPAR_TRY(end_copy(&c, &launches, SPAR_KERNEL_OFFERS));
-    if (r->beside) { /* another kernel scales what is sent */
+    if (r->beside) {
         c.scale = &unscaled;
         SPAR_TRY(spar_launches_add(&launches, plan, beside, r->beside, inputs, targets));
-        if ((int)scale->dtype != SPAR_UNSCALED)
+        /* Another kernel scales what is sent, or would copy it by fewer bytes at a time. */
+        if ((int)scale->dtype != SPAR_UNSCALED || launches.bits % WIDEST)
             SPAR_TRY(spar_launches_end(&launches));
         c.scale = scale;
     }
