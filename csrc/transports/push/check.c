@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum {
-    ROUNDS = 12,  /* of each kind two, so that each uses both halves, and all kinds once more */
+    CALLS = 12,   /* of each kind two in several rounds, and two in one, in which both halves are used */
     WORDS = 1024, /* from each rank to each, at most */
     PACKED = 0,   /* the kinds: through the slot; */
     IMAGED = 1,   /* direct, to an image; to memory of the slot */
@@ -27,20 +27,20 @@ typedef struct {
     size_t bytes; /* a rank's input has, and its output */
     spar_plan *plan;
     CUstream stream;
-    char *memory; /* on the device: the inputs of all rounds, then the outputs of those that are not direct */
-    char *outputs[ROUNDS];
+    char *memory; /* on the device: the inputs of all calls, then the outputs of those that are not direct */
+    char *outputs[CALLS];
     uint32_t *host; /* room for `memory` */
 } check;
 
-static int kind_of(int round)
+static int kind_of(int which)
 {
-    return round / 2 % 3;
+    return which / 2 % 3;
 }
 
 /* No two are equal, and other groups have others. */
-static uint32_t word(const check *c, int round, int from, int to, int at)
+static uint32_t word(const check *c, int which, int from, int to, int at)
 {
-    int number = ((round * SPAR_KERNEL_RANKS + from) * SPAR_KERNEL_RANKS + to) * WORDS + at;
+    int number = ((which * SPAR_KERNEL_RANKS + from) * SPAR_KERNEL_RANKS + to) * WORDS + at;
     return (uint32_t)number * 2654435761u + c->salt;
 }
 
@@ -64,22 +64,22 @@ static spar_status prepare(check *c)
     c->bytes = (size_t)(p->world * c->words) * sizeof(uint32_t);
     CUdeviceptr memory;
     SPAR_TRY(make_plan(c));
-    if (!(c->host = calloc(2 * ROUNDS, c->bytes)))
+    if (!(c->host = calloc(2 * CALLS, c->bytes)))
         return spar_fail(SPAR_NO_MEMORY, "no memory for a group of %d ranks", p->world);
     SPAR_TRY_CU(StreamCreate, &c->stream, SPAR_CU_STREAM_NON_BLOCKING);
-    SPAR_TRY_CU(MemAlloc, &memory, 2 * ROUNDS * c->bytes);
+    SPAR_TRY_CU(MemAlloc, &memory, 2 * CALLS * c->bytes);
     c->memory = (char *)(uintptr_t)memory;
     const int count = p->world * c->words;
-    uint32_t *zeros = c->host + (ptrdiff_t)ROUNDS * count;
-    for (int i = 0; i < ROUNDS * count; i++)
+    uint32_t *zeros = c->host + (ptrdiff_t)CALLS * count;
+    for (int i = 0; i < CALLS * count; i++)
         c->host[i] = word(c, i / count, p->rank, i % count / c->words, i % c->words);
-    SPAR_TRY(spar_driver_write(memory, c->host, 2 * ROUNDS * c->bytes));
-    for (int round = 0; round < ROUNDS; round++) {
-        char *mapped = p->bases[p->rank] + p->heap + p->room + (size_t)round * c->bytes;
-        c->outputs[round] = c->memory + (size_t)(ROUNDS + round) * c->bytes;
-        if (kind_of(round) <= IMAGED || !spar_outputs_have(p->outputs, mapped, (int64_t)c->bytes))
+    SPAR_TRY(spar_driver_write(memory, c->host, 2 * CALLS * c->bytes));
+    for (int which = 0; which < CALLS; which++) {
+        char *mapped = p->bases[p->rank] + p->heap + p->room + (size_t)which * c->bytes;
+        c->outputs[which] = c->memory + (size_t)(CALLS + which) * c->bytes;
+        if (kind_of(which) <= IMAGED || !spar_outputs_have(p->outputs, mapped, (int64_t)c->bytes))
             continue;
-        c->outputs[round] = mapped;
+        c->outputs[which] = mapped;
         SPAR_TRY(spar_driver_write((CUdeviceptr)(uintptr_t)mapped, zeros, c->bytes));
     }
     return SPAR_OK;
@@ -88,21 +88,26 @@ static spar_status prepare(check *c)
 static spar_status enqueue(check *c, const spar_deadline *deadline)
 {
     static const spar_scale unscaled = {SPAR_UNSCALED, 0, 1};
-    const int64_t least = c->push->least;
+    spar_push_state *p = c->push;
+    const int64_t least = p->least, area = p->area, half = p->half, part = c->words * 4 / 3 / 256 * 256;
     spar_status status = SPAR_OK;
-    for (int round = 0; round < ROUNDS && status == SPAR_OK; round++) {
-        const void *input = c->memory + (size_t)round * c->bytes;
-        void *output = c->outputs[round];
+    for (int which = 0; which < CALLS && status == SPAR_OK; which++) {
+        const void *input = c->memory + (size_t)which * c->bytes;
+        void *output = c->outputs[which];
         const spar_call call = {.plan = c->plan,
                                 .inputs = &input,
                                 .outputs = &output,
                                 .scale = unscaled,
                                 .stream = c->stream,
                                 .deadline = *deadline};
-        c->push->least = kind_of(round) == PACKED ? INT64_MAX : 0;
-        status = spar_push_run(c->push, &call, 0, NULL, 0);
+        p->least = kind_of(which) == PACKED ? INT64_MAX : 0;
+        p->area = which >= CALLS / 2 ? area : part > 256 ? part : 256;
+        p->half = which >= CALLS / 2 ? half : (int64_t)c->bytes;
+        status = spar_push_run(p, &call, 0, NULL, 0);
     }
-    c->push->least = least;
+    p->least = least;
+    p->area = area;
+    p->half = half;
     return status;
 }
 
@@ -132,11 +137,11 @@ static spar_status await(const check *c, const spar_deadline *deadline, spar_rin
 
 static spar_status compare(const check *c)
 {
-    for (int round = 0; round < ROUNDS; round++) {
-        SPAR_TRY_CU(MemcpyDtoH, c->host, (CUdeviceptr)(uintptr_t)c->outputs[round], c->bytes);
+    for (int which = 0; which < CALLS; which++) {
+        SPAR_TRY_CU(MemcpyDtoH, c->host, (CUdeviceptr)(uintptr_t)c->outputs[which], c->bytes);
         for (int from = 0; from < c->push->world; from++)
             for (int i = 0; i < c->words; i++)
-                if (c->host[from * c->words + i] != word(c, round, from, c->push->rank, i)) {
+                if (c->host[from * c->words + i] != word(c, which, from, c->push->rank, i)) {
                     c->push->unreached = 1;
                     return spar_fail_rank(SPAR_TRANSPORT, from,
                                           "wrong words from rank %d in the first exchange over push", from);
