@@ -59,7 +59,7 @@ typedef struct {
     unsigned world, rank;
     unsigned long long half; /* from a slot's first half to its second one, in bytes */
     unsigned *stop; /* in host memory; not 0: waits end. A wait that is too long writes 1 + the peer's rank */
-    const unsigned *mine; /* [2][RANKS] how many rounds each peer has signalled; for how many calls it offered */
+    const unsigned *mine; /* [2][RANKS] rounds that each peer has signalled; calls for which it offered */
     unsigned *theirs[SPAR_KERNEL_RANKS]; /* where each peer waits for this rank; the second one at RANKS */
     const unsigned *places; /* [world][TENSORS] each peer's offer: from its slot's first half, in 16 bytes */
     unsigned *offers[SPAR_KERNEL_RANKS]; /* where each peer reads that of this rank */

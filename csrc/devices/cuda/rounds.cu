@@ -5,10 +5,10 @@
  * copies into the peers' slots, after which the last CTA signals each peer; then one CTA waits for every
  * peer's signal, which ends the round. What came is copied out of this rank's slot beside what the next
  * round sends, before its signal; what the last one brought, behind its wait. A small round is one launch of
- * one CTA; else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of rounds is in device memory, so that a graph can be
- * replayed, and selects one of a slot's two halves. A rank begins a round when all peers have signalled the
- * one before, which they did after they had emptied what this round overwrites. So there is no signal for an
- * emptied slot, and sending waits for nothing.
+ * one CTA; else waiting is a launch of its own, so that CTAs that wait hold no SMs. The number of rounds is
+ * in device memory, so that a graph can be replayed, and selects one of a slot's two halves. A rank begins a
+ * round when all peers have signalled the one before, which they did after they had emptied what this round
+ * overwrites. So there is no signal for an emptied slot, and sending waits for nothing.
  *
  * In a direct call the peers write to outputs, whose places each rank offers them at its begin: memory of
  * its slot that the stream no longer uses. One CTA then waits for the peers' offers, which wait for
@@ -92,7 +92,7 @@ __device__ __forceinline__ int is_bad(const spar_kernel_copy &c)
     return int(bad);
 }
 
-/* Waits until the peers' words from `words` on are `number` or newer; returns whether that has ended early. */
+/* Waits until the peers' words from `words` on are `number` or newer; returns whether that ended early. */
 __device__ __forceinline__ int await_peers(const spar_kernel_copy &c, const unsigned *words, unsigned number)
 {
     spar_kernel_sync &s = *c.sync;
