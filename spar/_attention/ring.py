@@ -95,13 +95,14 @@ def _sent(
     forward: int = 0,
 ) -> Sending:
     """Send tensors [B, K, T, D] to other ranks of a ring. note, forward: as in Exchange, and its run."""
-
-    def make() -> Exchange:
-        return Exchange(name, ring.place, args, records=records, note=note)
-
     if torch.compiler.is_compiling():
-        return Sending(make(), tensors)
-    return Sending(ring.place.remember((name, args, records, note), make), tensors, forward)
+        return Sending(Exchange(name, ring.place, args, records=records, note=note), tensors)
+    remembered = ring.place.exchanges if isinstance(ring.place, Group) else {}
+    key = name, args, records, note
+    exchange = remembered.get(key)
+    if exchange is None:
+        exchange = remembered[key] = Exchange(name, ring.place, args, records=records, note=note)
+    return Sending(exchange, tensors, forward)
 
 
 def _coming(step: int, steps: int) -> tuple[int, ...]:
@@ -117,7 +118,11 @@ def _needed(ring: Ring, steps: Sequence[int], k: Tensor, v: Tensor) -> tuple[lis
     layouts: tuple[Args, ...] = ()
     for step in steps:
         parts, shard, _ = ring.round.shifts[step - 1]
-        tensors += (selected(k, parts, 2), selected(v, parts, 2))
+        if len(parts) == 1:
+            first, count = parts[0]
+            tensors += (k.narrow(2, first, count), v.narrow(2, first, count))
+        else:
+            tensors += (selected(k, parts, 2), selected(v, parts, 2))
         layouts += (shard, shard)
     return tensors, layouts
 

@@ -32,9 +32,9 @@ MOST = {  # functions entered, crossings into C
     "attention by gather": (41, 1),
     "attention by gather, recorded": (45, 1),
     "attention by gather, backward": (62, 1),
-    "attention by ring": (42, 1),
-    "attention by ring, recorded": (45, 1),
-    "attention by ring, backward": (79, 2),
+    "attention by ring": (39, 1),
+    "attention by ring, recorded": (42, 1),
+    "attention by ring, backward": (75, 2),
     "attention in a view": (50, 2),
 }
 
